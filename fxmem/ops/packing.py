@@ -1,0 +1,202 @@
+"""One bit per element: packing the mask that backward needs in place of a tensor.
+
+The elements are taken in the order in which they lie in memory and cut into blocks of ``BLOCK``. Within a block of ``8 m``
+elements (the last one padded), bit ``j`` of byte ``i`` belongs to element ``j m + i``. With this order packing is a
+matrix-vector product with the powers of two, unpacking a broadcast bitwise and, and both run through the cache block by
+block: the temporaries stay below a megabyte whatever the size of the tensor.
+
+The three entry points are registered with ``torch.library``, so fake tensors, tracers and partitioners see one op each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fxmem.ops.common import is_dense
+
+BLOCK = 1 << 17
+
+_library = torch.library.Library("fxmem", "DEF")
+_library.define("pack_positive(Tensor input) -> Tensor")
+_library.define("unpack(Tensor packed, SymInt[] size, SymInt[] stride, ScalarType dtype) -> Tensor")
+_library.define("threshold_backward(Tensor grad, Tensor packed, SymInt[] stride) -> Tensor")
+_library.define("scale_backward(Tensor grad, Tensor packed, SymInt[] stride, float scale) -> Tensor")
+
+# A float whose only set bit is one of its exponent bits is positive, so eight of them in turn are what the eight bits of
+# a byte unpack to. (float16 has five exponent bits; its other three are subnormal and positive all the same.)
+_INTEGER = {2: (torch.int16, 7), 4: (torch.int32, 23), 8: (torch.int64, 52)}
+
+
+def pack_positive(input: Tensor) -> Tensor:
+    """Packs ``not (input <= 0)``, one bit per element in memory order; NaN counts as positive, as in torch's threshold.
+
+    Args:
+        input: any shape and real or bool dtype; a tensor that does not fill its memory is read in row-major order.
+
+    Returns:
+        uint8 of ``ceil(numel / 8)`` elements.
+    """
+    return torch.ops.fxmem.pack_positive(input)  # type: ignore[no-any-return]
+
+
+def unpack(packed: Tensor, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The packed mask as a tensor of zeros and ones.
+
+    Args:
+        packed: what ``pack_positive`` returned.
+        size: shape of the tensor that was packed.
+        stride: its strides if it fills its memory, else those of a row-major tensor.
+        dtype: a floating-point dtype.
+    """
+    return torch.ops.fxmem.unpack(packed, size, stride, dtype)  # type: ignore[no-any-return]
+
+
+def threshold_backward(grad: Tensor, packed: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """``grad`` where the bit is set, 0 elsewhere: torch's ``threshold_backward`` with a packed mask.
+
+    Args:
+        grad: gradient of the output, of the packed tensor's shape.
+        packed: what ``pack_positive`` returned.
+        stride: strides of the packed tensor, as in ``unpack``.
+    """
+    return torch.ops.fxmem.threshold_backward(grad, packed, stride)  # type: ignore[no-any-return]
+
+
+def scale_backward(grad: Tensor, packed: Tensor, stride: tuple[int, ...], scale: float) -> Tensor:
+    """``grad * (scale where the bit is set, else 0)``: the derivative of dropout with a packed mask.
+
+    Args:
+        grad: gradient of the output, of the packed tensor's shape.
+        packed: what ``pack_positive`` returned.
+        stride: strides of the packed tensor, as in ``unpack``.
+        scale: what the kept elements were multiplied by.
+    """
+    return torch.ops.fxmem.scale_backward(grad, packed, stride, scale)  # type: ignore[no-any-return]
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The strides under which ``pack_positive`` reads ``tensor``: its own, or row-major if it has gaps or overlaps."""
+    if is_dense(tensor):
+        return tuple(tensor.stride())
+    stride: list[int] = []
+    step = 1
+    for n in reversed(tensor.shape):
+        stride.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(stride))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """A dense tensor's elements in memory order, as a view."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _blocks(n: int, device: torch.device) -> Iterator[tuple[int, int, int, int]]:
+    """(first element, last + 1, first byte, last + 1) of every block."""
+    # Elsewhere than on CPU a launch costs more than a pass over memory; the bit order is then that of one block.
+    block = BLOCK if device.type == "cpu" else max(-(-n // 8) * 8, 8)
+    for start in range(0, n, block):
+        stop = min(start + block, n)
+        yield start, stop, start // 8, -(-stop // 8)
+
+
+def _pack_impl(input: Tensor) -> Tensor:
+    flat = _flat(input) if is_dense(input) else input.contiguous().view(-1)
+    n = flat.numel()
+    out = torch.empty(-(-n // 8), dtype=torch.uint8, device=input.device)
+    if input.device.type != "cpu":
+        clear = torch.ones(8 * out.numel(), dtype=torch.uint8, device=input.device)
+        clear[:n] = torch.le(flat, 0)
+        shifts = torch.arange(8, dtype=torch.uint8, device=input.device)
+        ones = clear.view(8, -1).bitwise_left_shift_(shifts[:, None]).sum(0, dtype=torch.uint8)
+        return torch.bitwise_not(ones, out=out)
+    work = torch.float64 if flat.dtype is torch.float64 else torch.float32
+    powers = torch.tensor([-1.0, -2.0, -4.0, -8.0, -16.0, -32.0, -64.0, -128.0], dtype=work)
+    scratch = torch.empty(min(BLOCK, 8 * out.numel()), dtype=work)
+    for start, stop, first, last in _blocks(n, input.device):
+        clear = scratch[: 8 * (last - first)]
+        clear[stop - start :] = 1
+        # Comparing into a buffer of the operand's own dtype is several times faster than into bool.
+        if flat.dtype is work:
+            torch.le(flat[start:stop], 0, out=clear[: stop - start])
+        else:
+            clear[: stop - start].copy_(torch.le(flat[start:stop], 0))
+        out[first:last].copy_(torch.mv(clear.view(8, -1).t(), powers).add_(255))
+    return out
+
+
+def _spread(packed: Tensor, out: Tensor) -> None:
+    """Writes one block: something positive where the bit is set, 0 elsewhere, into the flat float tensor ``out``."""
+    integer, shift = _INTEGER[out.dtype.itemsize]
+    m = packed.numel()
+    whole = out.numel() == 8 * m
+    target = out if whole else torch.empty(8 * m, dtype=out.dtype, device=out.device)
+    bits = torch.arange(shift, shift + 8, device=out.device)
+    bits = torch.bitwise_left_shift(torch.ones_like(bits), bits).to(integer)
+    torch.bitwise_and(packed.to(integer).bitwise_left_shift_(shift), bits[:, None], out=target.view(integer).view(8, m))
+    if not whole:
+        out.copy_(target[: out.numel()])
+
+
+def _unpack_impl(packed: Tensor, size: list[int], stride: list[int], dtype: torch.dtype) -> Tensor:
+    out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
+    flat = _flat(out)
+    for start, stop, first, last in _blocks(flat.numel(), packed.device):
+        _spread(packed[first:last], flat[start:stop])
+        flat[start:stop].gt_(0)
+    return out
+
+
+def _threshold_backward_impl(grad: Tensor, packed: Tensor, stride: list[int]) -> Tensor:
+    if not is_dense(grad) or list(grad.stride()) != list(stride):
+        mask = _unpack_impl(packed, list(grad.shape), stride, grad.dtype)
+        return torch.ops.aten.threshold_backward(grad, mask, 0)  # type: ignore[no-any-return]
+    out = torch.empty_like(grad)
+    flat, flat_grad = _flat(out), _flat(grad)
+    for start, stop, first, last in _blocks(flat.numel(), grad.device):
+        block = flat[start:stop]
+        _spread(packed[first:last], block)
+        torch.ops.aten.threshold_backward.grad_input(flat_grad[start:stop], block, 0, grad_input=block)
+    return out
+
+
+def _scale_backward_impl(grad: Tensor, packed: Tensor, stride: list[int], scale: float) -> Tensor:
+    if not is_dense(grad) or list(grad.stride()) != list(stride):
+        return grad * _unpack_impl(packed, list(grad.shape), stride, grad.dtype).mul_(scale)
+    out = torch.empty_like(grad)
+    flat, flat_grad = _flat(out), _flat(grad)
+    for start, stop, first, last in _blocks(flat.numel(), grad.device):
+        block = flat[start:stop]
+        _spread(packed[first:last], block)
+        block.gt_(0).mul_(scale).mul_(flat_grad[start:stop])
+    return out
+
+
+def _pack_fake(input: Tensor) -> Tensor:
+    return input.new_empty((input.numel() + 7) // 8, dtype=torch.uint8)
+
+
+def _unpack_fake(packed: Tensor, size: list[int], stride: list[int], dtype: torch.dtype) -> Tensor:
+    return packed.new_empty_strided(size, stride, dtype=dtype)
+
+
+def _threshold_backward_fake(grad: Tensor, packed: Tensor, stride: list[int]) -> Tensor:
+    return torch.empty_like(grad)
+
+
+def _scale_backward_fake(grad: Tensor, packed: Tensor, stride: list[int], scale: float) -> Tensor:
+    return torch.empty_like(grad)
+
+
+for _name, _impl, _fake in (
+    ("pack_positive", _pack_impl, _pack_fake),
+    ("unpack", _unpack_impl, _unpack_fake),
+    ("threshold_backward", _threshold_backward_impl, _threshold_backward_fake),
+    ("scale_backward", _scale_backward_impl, _scale_backward_fake),
+):
+    _library.impl(_name, _impl, "CPU")
+    _library.impl(_name, _impl, "CUDA")
+    torch.library.register_fake(f"fxmem::{_name}", _fake, lib=_library)
