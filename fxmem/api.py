@@ -1,0 +1,107 @@
+"""What users call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from fxmem.capture import bind_example, check_model
+from fxmem.errors import ArgumentError
+from fxmem.measure import run
+from fxmem.pipeline import OptimizedModule, placeholders, rewrite
+from fxmem.records import MemoryReport
+
+_POLICIES = ("exact",)
+_CAPTURES = ("auto", "symbolic")
+
+
+def optimize(
+    model: nn.Module,
+    example_args: tuple[Any, ...] | Tensor = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    policy: str = "exact",
+    capture: str = "auto",
+) -> OptimizedModule:
+    """Rewrites a model so that its forward keeps only what backward needs; outputs and gradients stay those of eager.
+
+    The result shares the model's parameters, buffers and hooks; its train/eval flags are its own. The model itself is left as it
+    is. Freezing and unfreezing parameters afterwards gives eager's gradients; to save the most again, call ``optimize`` again.
+
+    Args:
+        model: the model, its parameters frozen or not as they will be in training; an optimized module is rewritten anew.
+        example_args: positional inputs, real or fake tensors, with requires_grad as it will be; a lone tensor stands for a tuple
+            of one. With them the rewrite is planned in bytes, without them from the structure of the graph.
+        example_kwargs: keyword inputs.
+        policy: ``"exact"``: the outputs and gradients of eager.
+        capture: how to get the graph: ``"symbolic"`` or ``"auto"``.
+
+    Raises:
+        ArgumentError: not a module, a ScriptModule, an unknown policy, or inputs that do not fit the model.
+        CaptureError: the forward does what a graph cannot express.
+        RewriteError: the rewritten graph failed its checks.
+
+    Source: Bhatia and Dangel, *Lowering PyTorch's Memory Consumption for Selective Differentiation*, arXiv 2404.12406.
+    """
+    check_model(model)
+    _check_choice("policy", policy, _POLICIES)
+    _check_choice("capture", capture, _CAPTURES)
+    args = (example_args,) if isinstance(example_args, Tensor) else tuple(example_args)
+    kwargs = dict(example_kwargs or {})
+    source = model
+    if isinstance(model, OptimizedModule):
+        source = model.source()
+    bound = bind_example(source, args, kwargs) if args or kwargs else None
+    gm = OptimizedModule(source, bound)
+    if isinstance(model, OptimizedModule):
+        gm.copy_flags(model)
+    rewrite(gm, None if bound is None else placeholders(gm, bound))
+    return gm
+
+
+def report(
+    model: nn.Module,
+    example_args: tuple[Any, ...] | Tensor = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    measured: bool = False,
+) -> MemoryReport:
+    """What eager keeps for backward, what fxmem keeps, and why, without running anything for real.
+
+    Args:
+        model: the model.
+        example_args: positional inputs, real or fake; a lone tensor stands for a tuple of one.
+        example_kwargs: keyword inputs.
+        measured: whether to run both for real as well and add the allocator's figures.
+
+    Raises:
+        ArgumentError: as ``optimize``, or there are no example inputs.
+        CaptureError: as ``optimize``.
+    """
+    args = (example_args,) if isinstance(example_args, Tensor) else tuple(example_args)
+    if not args and not example_kwargs:
+        raise ArgumentError("a report needs example inputs.", where="example_args", remedy="Pass the model's inputs.")
+    gm = optimize(model, args, example_kwargs)
+    if gm.saved is None:
+        raise ArgumentError("; ".join(gm.notes) + ".", where="model", remedy="Measure it instead: fxmem.measure(model, ...).")
+    eager, ours = gm.saved
+    real = None
+    if measured:
+        real = (run(model, args, example_kwargs).measurement, run(gm, args, example_kwargs).measurement)
+    shapes = [f"{'x'.join(map(str, t.shape))} {str(t.dtype).removeprefix('torch.')}" for t in args if isinstance(t, Tensor)]
+    return MemoryReport(
+        type(model).__name__,
+        ", ".join(shapes),
+        eager,
+        ours,
+        gm.decisions,
+        tuple(gm.grad_flow.parameters.values()),
+        real,
+    )
+
+
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ArgumentError(f"unknown value {value!r}.", where=name, remedy=f"Choose one of {', '.join(allowed)}.")

@@ -1,0 +1,247 @@
+"""Model to graph: symbolic tracing that keeps torch's layers, the hierarchy, parameter identity and source lines."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.parameter import is_lazy
+
+from fxmem.errors import ArgumentError, CaptureError
+
+CONSTANTS = "_fxmem_constants"
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A captured model.
+
+    Args:
+        graph: the graph; its targets are paths in the model.
+        modes: paths of modules whose train/eval flag the traced code read, with the value that it found. The graph holds for
+            these values alone.
+        opaque: paths of modules that were not looked into, each with the reason.
+        constants: tensors that the traced code made by itself; the graph reads them under ``CONSTANTS``.
+    """
+
+    graph: fx.Graph
+    modes: Mapping[str, bool]
+    opaque: Mapping[str, str]
+    constants: Mapping[str, torch.Tensor]
+
+
+def check_model(model: object) -> nn.Module:
+    """Refuses what cannot be optimized.
+
+    Raises:
+        ArgumentError: not a module, a ScriptModule, or a module with uninitialized lazy parameters.
+    """
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"an object of type {type(model).__name__}"
+        raise ArgumentError(f"expected a torch.nn.Module, got {what}.", where="model", remedy="Pass a module instance.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ArgumentError(
+            "a ScriptModule is compiled already and cannot be traced by torch.fx.",
+            where="model",
+            remedy="Pass the original nn.Module, before torch.jit.script or torch.jit.trace.",
+        )
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(parameter):
+            raise ArgumentError(
+                "this lazy parameter has no shape yet.",
+                where=name,
+                remedy="Run the model once on an example before optimizing it.",
+            )
+    return model
+
+
+def bind_example(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The example inputs by the names of the model's forward.
+
+    Raises:
+        ArgumentError: they do not fit the signature.
+    """
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ArgumentError(
+            f"the example inputs do not fit {type(model).__name__}.forward{inspect.signature(model.forward)}: {error}.",
+            where="example_args",
+            remedy="Pass exactly what the model is called with, positional inputs as a tuple.",
+        ) from error
+    return dict(bound.arguments)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(getattr(module, hooks, None) for hooks in _HOOKS)
+
+
+class _Tracer(fx.Tracer):
+    """Symbolic tracer that refuses what a graph cannot express rather than baking it in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record_stack_traces = True
+        self.opaque: dict[str, str] = {}
+        self.grad_mode = torch.is_grad_enabled()
+        self.autocast = _autocast_state()
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if super().is_leaf_module(m, module_qualified_name) or type(m).__module__.startswith("fxmem."):
+            return True
+        reason = None
+        if _has_hooks(m):
+            reason = "not looked into: it has hooks, which must run on real tensors"
+        elif "forward" in vars(m):
+            reason = "not looked into: its forward was replaced on the instance"
+        if reason is not None:
+            self.opaque[module_qualified_name] = reason
+        return reason is not None
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if torch.is_grad_enabled() != self.grad_mode:
+            raise CaptureError(
+                "the forward switches grad mode (torch.no_grad or the like), which symbolic tracing would lose.",
+                remedy="Move that part into a module of its own that is not traced, or detach instead.",
+            )
+        if _autocast_state() != self.autocast:
+            raise CaptureError(
+                "the forward switches autocast, which symbolic tracing would lose.",
+                remedy="Enter autocast around the call of the model instead.",
+            )
+        node = super().create_node(*args, **kwargs)
+        if node.stack_trace:
+            node.meta["source"] = _source(node.stack_trace)
+        return node
+
+
+def _autocast_state() -> tuple[bool, bool, torch.dtype]:
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cpu"),
+    )
+
+
+def _source(stack_trace: str) -> str | None:
+    """``file:line`` of the innermost frame of a recorded stack that is not torch's own."""
+    found = None
+    for line in stack_trace.splitlines():
+        line = line.strip()
+        if line.startswith('File "') and not any(part in line for part in _INTERNAL):
+            file, _, rest = line[6:].partition('", line ')
+            found = f"{file}:{rest.split(',')[0]}"
+    return found
+
+
+_INTERNAL = ("/torch/fx/", "/torch/nn/modules/", "/fxmem/capture", "\\torch\\fx\\", "\\torch\\nn\\modules\\", "\\fxmem\\capture")
+
+
+@contextmanager
+def _recorded_modes(model: nn.Module) -> Iterator[dict[str, bool]]:
+    """Records which modules' ``training`` flags are read, except by torch's own layers, which read it on every call."""
+    paths = {id(module): path for path, module in model.named_modules(remove_duplicate=True)}
+    seen: dict[str, bool] = {}
+
+    def read(self: nn.Module) -> bool:
+        value: bool = self.__dict__["training"]
+        if id(self) in paths:
+            seen[paths[id(self)]] = value
+        return value
+
+    def write(self: nn.Module, value: bool) -> None:
+        self.__dict__["training"] = value
+
+    nn.Module.training = property(read, write)  # type: ignore[assignment]
+    try:
+        yield seen
+    finally:
+        del nn.Module.training
+
+
+def _specialized(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Optional arguments that are not given and steer Python code: they stay at their defaults in the graph."""
+    concrete: dict[str, Any] = {}
+    for name, parameter in inspect.signature(model.forward).parameters.items():
+        default = parameter.default
+        if default is inspect.Parameter.empty:
+            continue
+        value = default if given is None or name not in given else given[name]
+        if value is None or isinstance(value, bool | str):
+            concrete[name] = value
+    return concrete
+
+
+def trace(model: nn.Module, given: Mapping[str, Any] | None = None) -> Capture:
+    """Captures ``model`` by symbolic tracing.
+
+    Args:
+        model: any module; it is left as it is.
+        given: example inputs by name. Optional arguments that are absent from it, or None, bool or str, are fixed in the graph.
+
+    Raises:
+        CaptureError: the forward does what a graph cannot express; says where.
+    """
+    if "forward" in vars(model):
+        raise CaptureError(
+            "the model's forward was replaced on the instance, and tracing follows the class.",
+            where=type(model).__name__,
+            remedy="Remove the wrapper (accelerate's remove_hook_from_module, for one), optimize, and wrap the result.",
+        )
+    tracer = _Tracer()
+    rng = torch.get_rng_state()
+    before = set(vars(model))
+    with _recorded_modes(model) as modes:
+        try:
+            graph = tracer.trace(model, concrete_args=_specialized(model, given) or None)
+        except CaptureError as error:
+            if error.where is None:
+                raise CaptureError(error.reason, where=_blame(error, model), remedy=error.remedy) from error
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"symbolic tracing cannot follow this code: {_first_line(error)}.",
+                where=_blame(error, model),
+                remedy="Make the shape or value it branches on a constant, move the code into a module that torch.fx does not "
+                "trace, or optimize the traceable submodules one by one.",
+            ) from error
+    if not torch.equal(rng, torch.get_rng_state()):
+        torch.set_rng_state(rng)
+        raise CaptureError(
+            "the forward draws random numbers while it is traced, which a graph would repeat on every call.",
+            where=type(model).__name__,
+            remedy="Draw them from a tensor that depends on the input, such as torch.rand_like(x), or pass them in.",
+        )
+    # The tracer leaves tensors that it met as constants on the model; they belong to the graph.
+    constants = {name: vars(model).pop(name) for name in set(vars(model)) - before}
+    for node in graph.nodes:
+        if node.op == "get_attr" and node.target in constants:
+            node.target = f"{CONSTANTS}.{node.target}"
+    return Capture(graph, dict(modes), tracer.opaque, constants)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0].rstrip('.')}" if text else type(error).__name__
+
+
+def _blame(error: BaseException, model: nn.Module) -> str:
+    """``file:line (in function)`` of the innermost frame of user code."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not any(part in frame.filename for part in (*_INTERNAL, "/torch/", "\\torch\\"))
+    ]
+    user = [frame for frame in frames if "fxmem" not in frame.filename.replace("\\", "/").split("/")[-2:-1]]
+    if not user:
+        return type(model).__name__
+    last = user[-1]
+    return f"{last.filename}:{last.lineno} (in {last.name})"

@@ -1,0 +1,122 @@
+"""Analysis by observation: what each node asks autograd to keep.
+
+The graph runs on fake tensors inside ``torch.autograd.graph.saved_tensors_hooks``, so no memory is used and no table of what torch
+saves is written by hand. Requires a graph and inputs; changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_map_only
+
+from fxmem.passes.base import module_path, op_name, tensors_of
+from fxmem.records import Kind, SavedTensor, SavedTensors
+
+
+class _Recorder(fx.Interpreter):
+    """Runs the graph node by node, so that every packed tensor is known to be the current node's."""
+
+    def __init__(self, gm: nn.Module, graph: fx.Graph) -> None:
+        super().__init__(gm, graph=graph, garbage_collect_values=True)
+        self.packed: list[tuple[fx.Node, Tensor]] = []
+        self.outputs: dict[str, tuple[Any, ...]] = {}
+        self.current: fx.Node | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.current = n
+        result = super().run_node(n)
+        self.outputs[n.name] = tuple(
+            (tuple(t.shape), t.dtype, tuple(t.stride()), t.device.type) for t in tensors_of(result)
+        )
+        return result
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        assert self.current is not None
+        self.packed.append((self.current, tensor))
+        return tensor
+
+
+class Observation:
+    """What one run on fake tensors showed.
+
+    Args:
+        saved: the tensors kept, node by node.
+        metadata: for each node, (shape, dtype, stride, device) of every tensor in its value.
+        storages: for each node, the numbers of the storages it keeps.
+    """
+
+    def __init__(self, saved: SavedTensors, metadata: Mapping[str, tuple[Any, ...]]) -> None:
+        self.saved = saved
+        self.metadata = metadata
+
+
+def observe(gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any]) -> Observation:
+    """Runs ``graph`` on fake tensors and records what each node keeps for backward.
+
+    Args:
+        gm: the module that holds the graph's parameters and submodules; its tensors may be of any device.
+        graph: the graph.
+        inputs: by placeholder name, real or fake tensors, with requires_grad as it will be, and other values.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if id(tensor) not in fakes:
+            fakes[id(tensor)] = mode.from_tensor(tensor)
+        return fakes[id(tensor)]
+
+    state = {name: fake(t) for name, t in (*gm.named_parameters(remove_duplicate=False), *gm.named_buffers(remove_duplicate=False))}
+    fake_inputs = {name: tree_map_only(Tensor, fake, value) for name, value in inputs.items()}
+    recorder = _Recorder(gm, graph)
+    args = [fake_inputs[str(n.target)] if str(n.target) in fake_inputs else _default(n) for n in graph.nodes if n.op == "placeholder"]
+    with (
+        mode,
+        torch.enable_grad(),
+        _reparametrize_module(gm, state),  # type: ignore[arg-type]
+        torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda t: t),
+        torch.random.fork_rng(devices=[]),
+    ):
+        output = recorder.run(*args, enable_io_processing=False)
+    kinds: dict[int, Kind] = {}
+    parameters = {id(p) for p in gm.parameters()}
+    for tensor in tensors_of(output):
+        kinds[_storage(tensor)] = "output"
+    for value in fake_inputs.values():
+        for tensor in tensors_of(value):
+            kinds[_storage(tensor)] = "input"
+    for real in (*gm.buffers(), *gm.parameters()):
+        kinds[_storage(fake(real))] = "parameter" if id(real) in parameters else "buffer"
+    numbers: dict[int, int] = {}
+    saved = []
+    for node, tensor in recorder.packed:
+        key = _storage(tensor)
+        saved.append(
+            SavedTensor(
+                node=node.name,
+                module=module_path(node),
+                op=op_name(gm, node),
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                storage=numbers.setdefault(key, len(numbers)),
+                nbytes=tensor.untyped_storage().nbytes(),
+                kind=kinds.get(key, "activation"),
+            )
+        )
+    return Observation(SavedTensors(tuple(saved)), recorder.outputs)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _default(node: fx.Node) -> Any:
+    return node.args[0] if node.args else None
