@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +85,21 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, hooks, None) for hooks in _HOOKS)
 
 
+class _Proxy(fx.Proxy):
+    """Proxy that keeps in-place operators in place; torch's own turns ``x += y`` into ``x = x + y``, a new tensor."""
+
+
+def _inplace(operation: Callable[[Any, Any], Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:
+    def record(self: fx.Proxy, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", operation, (self, other), {})
+
+    return record
+
+
+for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "imatmul"):
+    setattr(_Proxy, f"__{_name}__", _inplace(getattr(operator, f"__{_name}__")))
+
+
 class _Tracer(fx.Tracer):
     """Symbolic tracer that refuses what a graph cannot express rather than baking it in."""
 
@@ -105,6 +121,9 @@ class _Tracer(fx.Tracer):
         if reason is not None:
             self.opaque[module_qualified_name] = reason
         return reason is not None
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if torch.is_grad_enabled() != self.grad_mode:

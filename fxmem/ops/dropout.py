@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from fxmem.ops.common import NO_GRADIENT, Rule, Site, Verdict, engaged, is_dense
-from fxmem.ops.packing import dense_stride, pack_positive, scale_backward
+from fxmem.ops.packing import dense_stride, pack_nonzero, scale_backward
 
 
 class _Dropout(torch.autograd.Function):
@@ -23,7 +23,7 @@ class _Dropout(torch.autograd.Function):
         if input.device.type == "cpu":
             noise = torch.empty_like(input).bernoulli_(1 - p)
             ctx.stride = dense_stride(noise)
-            packed = pack_positive(noise)
+            packed = pack_nonzero(noise)
             noise.div_(1 - p)
             # The scale as the noise has it, rounded to the dtype.
             ctx.scale = float(torch.ones((), dtype=input.dtype).div_(1 - p)) if not _is_fake(input) else 1 / (1 - p)
@@ -34,7 +34,7 @@ class _Dropout(torch.autograd.Function):
         else:
             output, mask = torch.native_dropout(input, p, True)
             ctx.stride = dense_stride(mask)
-            packed = pack_positive(mask)
+            packed = pack_nonzero(mask)
             ctx.scale = 1 / (1 - p)
             if inplace:
                 output = input.copy_(output)

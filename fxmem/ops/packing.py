@@ -5,11 +5,12 @@ elements (the last one padded), bit ``j`` of byte ``i`` belongs to element ``j m
 matrix-vector product with the powers of two, unpacking a broadcast bitwise and, and both run through the cache block by
 block: the temporaries stay below a megabyte whatever the size of the tensor.
 
-The three entry points are registered with ``torch.library``, so fake tensors, tracers and partitioners see one op each.
+The entry points are registered with ``torch.library``, so fake tensors, tracers and partitioners see one op each.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -20,7 +21,9 @@ from fxmem.ops.common import is_dense
 BLOCK = 1 << 17
 
 _library = torch.library.Library("fxmem", "DEF")
-_library.define("pack_positive(Tensor input) -> Tensor")
+_library.define("pack_nonzero(Tensor input) -> Tensor")
+_library.define("relu_pack(Tensor input) -> (Tensor, Tensor)")
+_library.define("relu_pack_(Tensor(a!) input) -> Tensor")
 _library.define("unpack(Tensor packed, SymInt[] size, SymInt[] stride, ScalarType dtype) -> Tensor")
 _library.define("threshold_backward(Tensor grad, Tensor packed, SymInt[] stride) -> Tensor")
 _library.define("scale_backward(Tensor grad, Tensor packed, SymInt[] stride, float scale) -> Tensor")
@@ -30,8 +33,8 @@ _library.define("scale_backward(Tensor grad, Tensor packed, SymInt[] stride, flo
 _INTEGER = {2: (torch.int16, 7), 4: (torch.int32, 23), 8: (torch.int64, 52)}
 
 
-def pack_positive(input: Tensor) -> Tensor:
-    """Packs ``not (input <= 0)``, one bit per element in memory order; NaN counts as positive, as in torch's threshold.
+def pack_nonzero(input: Tensor) -> Tensor:
+    """Packs ``input != 0``, one bit per element in memory order; NaN counts, as it does in torch's threshold.
 
     Args:
         input: any shape and real or bool dtype; a tensor that does not fill its memory is read in row-major order.
@@ -39,14 +42,30 @@ def pack_positive(input: Tensor) -> Tensor:
     Returns:
         uint8 of ``ceil(numel / 8)`` elements.
     """
-    return torch.ops.fxmem.pack_positive(input)  # type: ignore[no-any-return]
+    return torch.ops.fxmem.pack_nonzero(input)  # type: ignore[no-any-return]
+
+
+def relu_pack(input: Tensor, inplace: bool) -> tuple[Tensor, Tensor]:
+    """ReLU and the packed sign of its output, in one pass through memory.
+
+    Args:
+        input: any shape, floating-point.
+        inplace: whether to overwrite ``input``.
+
+    Returns:
+        The output, and what ``pack_nonzero`` makes of it.
+    """
+    if inplace:
+        return input, torch.ops.fxmem.relu_pack_(input)
+    output, packed = torch.ops.fxmem.relu_pack(input)
+    return output, packed
 
 
 def unpack(packed: Tensor, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The packed mask as a tensor of zeros and ones.
 
     Args:
-        packed: what ``pack_positive`` returned.
+        packed: what ``pack_nonzero`` returned.
         size: shape of the tensor that was packed.
         stride: its strides if it fills its memory, else those of a row-major tensor.
         dtype: a floating-point dtype.
@@ -59,7 +78,7 @@ def threshold_backward(grad: Tensor, packed: Tensor, stride: tuple[int, ...]) ->
 
     Args:
         grad: gradient of the output, of the packed tensor's shape.
-        packed: what ``pack_positive`` returned.
+        packed: what ``pack_nonzero`` returned.
         stride: strides of the packed tensor, as in ``unpack``.
     """
     return torch.ops.fxmem.threshold_backward(grad, packed, stride)  # type: ignore[no-any-return]
@@ -70,7 +89,7 @@ def scale_backward(grad: Tensor, packed: Tensor, stride: tuple[int, ...], scale:
 
     Args:
         grad: gradient of the output, of the packed tensor's shape.
-        packed: what ``pack_positive`` returned.
+        packed: what ``pack_nonzero`` returned.
         stride: strides of the packed tensor, as in ``unpack``.
         scale: what the kept elements were multiplied by.
     """
@@ -78,7 +97,7 @@ def scale_backward(grad: Tensor, packed: Tensor, stride: tuple[int, ...], scale:
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The strides under which ``pack_positive`` reads ``tensor``: its own, or row-major if it has gaps or overlaps."""
+    """The strides under which ``pack_nonzero`` reads ``tensor``: its own, or row-major if it has gaps or overlaps."""
     if is_dense(tensor):
         return tuple(tensor.stride())
     stride: list[int] = []
@@ -94,38 +113,69 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _blocks(n: int, device: torch.device) -> Iterator[tuple[int, int, int, int]]:
-    """(first element, last + 1, first byte, last + 1) of every block."""
+def _block(n: int, device: torch.device) -> int:
+    """Elements per block."""
     # Elsewhere than on CPU a launch costs more than a pass over memory; the bit order is then that of one block.
-    block = BLOCK if device.type == "cpu" else max(-(-n // 8) * 8, 8)
-    for start in range(0, n, block):
-        stop = min(start + block, n)
-        yield start, stop, start // 8, -(-stop // 8)
+    return BLOCK if device.type == "cpu" else max(-(-n // 8) * 8, 8)
 
 
 def _pack_impl(input: Tensor) -> Tensor:
-    flat = _flat(input) if is_dense(input) else input.contiguous().view(-1)
+    return _pack_flat(_flat(input) if is_dense(input) else input.contiguous().view(-1), None)
+
+
+def _relu_pack_inplace_impl(input: Tensor) -> Tensor:
+    if not is_dense(input):
+        return _pack_impl(torch.relu_(input))
+    flat = _flat(input)
+    return _pack_flat(flat, flat)
+
+
+def _relu_pack_impl(input: Tensor) -> tuple[Tensor, Tensor]:
+    if not is_dense(input):
+        output = torch.relu(input)
+        return output, _pack_impl(output)
+    output = torch.empty_like(input)
+    return output, _pack_flat(_flat(output), _flat(input))
+
+
+def _pack_flat(flat: Tensor, relu_of: Tensor | None) -> Tensor:
+    """Packs ``flat``; with ``relu_of`` it is first made the ReLU of that, block by block while it is in the cache."""
     n = flat.numel()
-    out = torch.empty(-(-n // 8), dtype=torch.uint8, device=input.device)
-    if input.device.type != "cpu":
-        clear = torch.ones(8 * out.numel(), dtype=torch.uint8, device=input.device)
-        clear[:n] = torch.le(flat, 0)
-        shifts = torch.arange(8, dtype=torch.uint8, device=input.device)
-        ones = clear.view(8, -1).bitwise_left_shift_(shifts[:, None]).sum(0, dtype=torch.uint8)
-        return torch.bitwise_not(ones, out=out)
+    out = torch.empty(-(-n // 8), dtype=torch.uint8, device=flat.device)
+    if n == 0:
+        return out
+    if flat.device.type != "cpu":
+        if relu_of is not None:
+            torch.clamp_min(relu_of, 0, out=flat)
+        mask = torch.zeros(8 * out.numel(), dtype=torch.uint8, device=flat.device)
+        mask[:n] = torch.ne(flat, 0)
+        shifts = torch.arange(8, dtype=torch.uint8, device=flat.device)
+        return torch.sum(mask.view(8, -1).bitwise_left_shift_(shifts[:, None]), 0, dtype=torch.uint8, out=out)
     work = torch.float64 if flat.dtype is torch.float64 else torch.float32
-    powers = torch.tensor([-1.0, -2.0, -4.0, -8.0, -16.0, -32.0, -64.0, -128.0], dtype=work)
-    scratch = torch.empty(min(BLOCK, 8 * out.numel()), dtype=work)
-    for start, stop, first, last in _blocks(n, input.device):
-        clear = scratch[: 8 * (last - first)]
-        clear[stop - start :] = 1
+    powers = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0], dtype=work)
+    mask = torch.empty(min(BLOCK, 8 * out.numel()), dtype=work)
+    columns = mask.view(8, -1).t()
+    sums = torch.empty(columns.shape[0], dtype=work)
+    sources = flat.split(BLOCK) if relu_of is None else relu_of.split(BLOCK)
+    for block, source, packed in zip(flat.split(BLOCK), sources, out.split(BLOCK // 8), strict=True):
+        if relu_of is not None:
+            torch.clamp_min(source, 0, out=block)
+        if block.numel() != mask.numel():
+            mask = mask[: 8 * packed.numel()]
+            columns, sums = mask.view(8, -1).t(), sums[: packed.numel()]
+            mask[block.numel() :] = 0
         # Comparing into a buffer of the operand's own dtype is several times faster than into bool.
-        if flat.dtype is work:
-            torch.le(flat[start:stop], 0, out=clear[: stop - start])
+        if flat.dtype is work and block.numel() == mask.numel():
+            torch.ne(block, 0, out=mask)
         else:
-            clear[: stop - start].copy_(torch.le(flat[start:stop], 0))
-        out[first:last].copy_(torch.mv(clear.view(8, -1).t(), powers).add_(255))
+            mask[: block.numel()].copy_(torch.ne(block, 0))
+        packed.copy_(torch.mv(columns, powers, out=sums))
     return out
+
+
+@functools.lru_cache
+def _bits(integer: torch.dtype, shift: int, device: torch.device) -> Tensor:
+    return torch.tensor([1 << (shift + j) for j in range(8)], dtype=integer, device=device)[:, None]
 
 
 def _spread(packed: Tensor, out: Tensor) -> None:
@@ -134,19 +184,17 @@ def _spread(packed: Tensor, out: Tensor) -> None:
     m = packed.numel()
     whole = out.numel() == 8 * m
     target = out if whole else torch.empty(8 * m, dtype=out.dtype, device=out.device)
-    bits = torch.arange(shift, shift + 8, device=out.device)
-    bits = torch.bitwise_left_shift(torch.ones_like(bits), bits).to(integer)
-    torch.bitwise_and(packed.to(integer).bitwise_left_shift_(shift), bits[:, None], out=target.view(integer).view(8, m))
+    bytes_in_place = packed.to(integer).bitwise_left_shift_(shift)
+    torch.bitwise_and(bytes_in_place, _bits(integer, shift, out.device), out=target.view(integer).view(8, m))
     if not whole:
         out.copy_(target[: out.numel()])
 
 
 def _unpack_impl(packed: Tensor, size: list[int], stride: list[int], dtype: torch.dtype) -> Tensor:
     out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
-    flat = _flat(out)
-    for start, stop, first, last in _blocks(flat.numel(), packed.device):
-        _spread(packed[first:last], flat[start:stop])
-        flat[start:stop].gt_(0)
+    for bits, block in _paired(packed, out):
+        _spread(bits, block)
+        block.gt_(0)
     return out
 
 
@@ -155,11 +203,9 @@ def _threshold_backward_impl(grad: Tensor, packed: Tensor, stride: list[int]) ->
         mask = _unpack_impl(packed, list(grad.shape), stride, grad.dtype)
         return torch.ops.aten.threshold_backward(grad, mask, 0)  # type: ignore[no-any-return]
     out = torch.empty_like(grad)
-    flat, flat_grad = _flat(out), _flat(grad)
-    for start, stop, first, last in _blocks(flat.numel(), grad.device):
-        block = flat[start:stop]
-        _spread(packed[first:last], block)
-        torch.ops.aten.threshold_backward.grad_input(flat_grad[start:stop], block, 0, grad_input=block)
+    for bits, block, part in _paired(packed, out, grad):
+        _spread(bits, block)
+        torch.ops.aten.threshold_backward.grad_input(part, block, 0, grad_input=block)
     return out
 
 
@@ -167,16 +213,28 @@ def _scale_backward_impl(grad: Tensor, packed: Tensor, stride: list[int], scale:
     if not is_dense(grad) or list(grad.stride()) != list(stride):
         return grad * _unpack_impl(packed, list(grad.shape), stride, grad.dtype).mul_(scale)
     out = torch.empty_like(grad)
-    flat, flat_grad = _flat(out), _flat(grad)
-    for start, stop, first, last in _blocks(flat.numel(), grad.device):
-        block = flat[start:stop]
-        _spread(packed[first:last], block)
-        block.gt_(0).mul_(scale).mul_(flat_grad[start:stop])
+    for bits, block, part in _paired(packed, out, grad):
+        _spread(bits, block)
+        block.gt_(0).mul_(scale).mul_(part)
     return out
+
+
+def _paired(packed: Tensor, *dense: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Block by block, the packed bytes and the elements of dense tensors of one layout that belong to them."""
+    block = _block(dense[0].numel(), packed.device)
+    return zip(packed.split(block // 8), *(_flat(t).split(block) for t in dense), strict=True)
 
 
 def _pack_fake(input: Tensor) -> Tensor:
     return input.new_empty((input.numel() + 7) // 8, dtype=torch.uint8)
+
+
+def _relu_pack_inplace_fake(input: Tensor) -> Tensor:
+    return _pack_fake(input)
+
+
+def _relu_pack_fake(input: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.relu(input), _pack_fake(input)
 
 
 def _unpack_fake(packed: Tensor, size: list[int], stride: list[int], dtype: torch.dtype) -> Tensor:
@@ -192,7 +250,9 @@ def _scale_backward_fake(grad: Tensor, packed: Tensor, stride: list[int], scale:
 
 
 for _name, _impl, _fake in (
-    ("pack_positive", _pack_impl, _pack_fake),
+    ("pack_nonzero", _pack_impl, _pack_fake),
+    ("relu_pack", _relu_pack_impl, _relu_pack_fake),
+    ("relu_pack_", _relu_pack_inplace_impl, _relu_pack_inplace_fake),
     ("unpack", _unpack_impl, _unpack_fake),
     ("threshold_backward", _threshold_backward_impl, _threshold_backward_fake),
     ("scale_backward", _scale_backward_impl, _scale_backward_fake),

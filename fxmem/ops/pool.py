@@ -7,6 +7,7 @@ window fits in a byte.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,8 +27,7 @@ _BLOCK = 1 << 17
 class _Windows:
     """Where the windows of one max pooling lie in a plane.
 
-    An index into the plane is the window's origin plus ``sum(place[d] * unit[d])``; the places, mixed into one number, are the
-    offset. Taking them apart by division needs every unit to exceed what the dimensions inside it can add up to.
+    An index into the plane is the origin of the window plus one of few distances; an offset numbers the distances.
 
     Args:
         firsts: per spatial dimension, the input index at which each window starts; negative in the padding.
@@ -37,19 +37,10 @@ class _Windows:
     """
 
     def __init__(self, firsts: list[list[int]], steps: list[int], widths: list[int], sizes: Sequence[int]) -> None:
-        self.firsts, self.widths = firsts, widths
+        self.firsts = firsts
         self.planes = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]
-        self.units = [p * s for p, s in zip(self.planes, steps, strict=True)]
-
-    @property
-    def fit(self) -> bool:
-        """Whether offsets fit in a byte and can be told apart."""
-        inner = 0
-        for unit, width in zip(reversed(self.units), reversed(self.widths), strict=True):
-            if inner >= unit:
-                return False
-            inner += unit * (width - 1)
-        return math.prod(self.widths) <= 256
+        places = itertools.product(*(range(0, w * s, s) for w, s in zip(widths, steps, strict=True)))
+        self.distances = [sum(i * p for i, p in zip(place, self.planes, strict=True)) for place in places]
 
     def _origins(self, like: Tensor) -> Tensor:
         """The index of every window's origin, int64, in the shape of the output's spatial dimensions."""
@@ -63,33 +54,34 @@ class _Windows:
         """Indices into the plane, int64 (..., *out), as uint8 offsets into the windows, in the same layout."""
         out = torch.empty_like(indices, dtype=torch.uint8)
         origins = self._origins(indices)
+        # Two places at the same distance have the same index: either number brings it back.
+        number = torch.zeros(max(self.distances) + 1, dtype=torch.uint8, device=indices.device)
+        number[torch.tensor(self.distances, device=indices.device)] = torch.arange(
+            len(self.distances), dtype=torch.uint8, device=indices.device
+        )
         rows = indices.shape[0]
         if indices.device.type == "cpu" and indices.numel() > _BLOCK:
             rows = max(1, _BLOCK * rows // indices.numel())
         for part, target in zip(indices.split(rows), out.split(rows), strict=True):
-            # Integer division is slow on CPU; in float64 it is exact here, the half keeping quotients off the integers.
-            rest = part.sub(origins).to(torch.float64)
-            offset = torch.zeros_like(rest)
-            for unit, width in zip(self.units, self.widths, strict=True):
-                place = rest.add(0.5).mul_(1 / unit).floor_()
-                offset.mul_(width).add_(place)
-                rest.sub_(place, alpha=unit)
-            target.copy_(offset)
+            torch.index_select(number, 0, _flat(part.sub(origins)), out=_flat(target))
         return out
 
     def to_indices(self, offsets: Tensor) -> Tensor:
         """The inverse of ``to_offsets``."""
         out = torch.empty_like(offsets, dtype=torch.int64)
-        table = torch.zeros(1, dtype=torch.int64, device=offsets.device)
-        for unit, width in zip(self.units, self.widths, strict=True):
-            table = (table[:, None] + torch.arange(width, device=offsets.device).mul_(unit)).view(-1)
-        n = offsets.numel()
-        flat_in, flat_out = offsets.as_strided((n,), (1,)), out.as_strided((n,), (1,))
-        block = _BLOCK if offsets.device.type == "cpu" else max(n, 1)
-        for start in range(0, n, block):
-            stop = min(start + block, n)
-            torch.index_select(table, 0, flat_in[start:stop].to(torch.int32), out=flat_out[start:stop])
+        distance = torch.tensor(self.distances, device=offsets.device)
+        flat, flat_out = _flat(offsets), _flat(out)
+        block = _BLOCK if offsets.device.type == "cpu" else max(flat.numel(), 1)
+        for part, target in zip(flat.split(block), flat_out.split(block), strict=True):
+            torch.index_select(distance, 0, part.to(torch.int32), out=target)
         return out.add_(self._origins(offsets))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+_MOST = 256  # that an offset of one byte can tell apart
 
 
 class _MaxPool(torch.autograd.Function):
@@ -177,7 +169,7 @@ def _make_max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..., Any]:
         strides = ntuple(stride, dims) if stride not in (None, [], ()) else kernel  # type: ignore[arg-type]
         paddings, dilations = ntuple(padding, dims), ntuple(dilation, dims)
         sizes = input.shape[-dims:]
-        if not _Windows([[0]] * dims, dilations, kernel, sizes).fit:
+        if math.prod(kernel) > _MOST:
             return torch_op()
 
         def windows(output: Tensor) -> _Windows:
@@ -215,9 +207,9 @@ def _make_adaptive_max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..
         firsts = [[o * n // c for o in range(c)] for n, c in zip(sizes, counts, strict=True)]
         ends = [[-(-(o + 1) * n // c) for o in range(c)] for n, c in zip(sizes, counts, strict=True)]
         widths = [max((b - a for a, b in zip(f, e, strict=True)), default=1) for f, e in zip(firsts, ends, strict=True)]
-        windows = _Windows(firsts, [1] * dims, widths, sizes)
-        if not windows.fit:
+        if math.prod(widths) > _MOST:
             return stock(input, output_size, return_indices)
+        windows = _Windows(firsts, [1] * dims, widths, sizes)
         options = _pad(counts, dims, 1)
         return _lifted(lambda x: _MaxPool.apply(x, forward, backward, lambda _: windows, options), input, dims)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from fxmem.ops.common import NO_GRADIENT, Rule, Site, Verdict, engaged
-from fxmem.ops.packing import dense_stride, pack_positive, threshold_backward
+from fxmem.ops.packing import dense_stride, relu_pack, threshold_backward
 
 
 class _ReLU(torch.autograd.Function):
@@ -22,17 +22,17 @@ class _ReLU(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, inplace: bool) -> Tensor:
         if inplace:
             ctx.mark_dirty(input)
-            output = torch.relu_(input)
-        else:
-            output = torch.relu(input)
+        output, packed = relu_pack(input, inplace)
         ctx.stride = dense_stride(output)
-        ctx.save_for_backward(pack_positive(output))
+        ctx.save_for_backward(packed)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         (packed,) = ctx.saved_tensors
-        return _Threshold.apply(grad, packed, ctx.stride), None
+        if torch.is_grad_enabled():
+            return _Threshold.apply(grad, packed, ctx.stride), None
+        return threshold_backward(grad, packed, ctx.stride), None
 
 
 class _Threshold(torch.autograd.Function):
