@@ -28,11 +28,15 @@ class Run:
         outputs: the model's output, detached from nothing.
         gradients: by parameter name, or ``input 0``, ``input 1``, ... for tensor inputs that require grad; None where no gradient
             arrived.
+        buffers: the model's buffers after the pass, by name.
+        rng_state: state of the CPU generator after the pass.
     """
 
     measurement: Measurement
     outputs: Any
     gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+    rng_state: Tensor
 
 
 def measure(
@@ -61,16 +65,14 @@ def run(
     example_kwargs: Mapping[str, Any] | None = None,
     *,
     seed: int = 0,
-    restore: bool = True,
 ) -> Run:
-    """Like ``measure``, and returns outputs and gradients as well.
+    """Like ``measure``, and returns what the pass made as well.
 
     Args:
         model: any module, optimized or not.
         example_args: positional inputs; a lone tensor stands for a tuple of one.
         example_kwargs: keyword inputs.
         seed: seeds the pass and the cotangents.
-        restore: whether to put the buffers back as they were.
 
     Raises:
         ArgumentError: nothing in the output requires grad.
@@ -83,7 +85,7 @@ def run(
     anchor = next(iter((*inputs, *model.parameters(), *model.buffers())), torch.empty(0))
     meter = _CudaMeter(anchor.device) if anchor.device.type == "cuda" else _CpuMeter()
     grads = {name: t.grad for name, t in wanted.items()}
-    buffers = [(b, b.detach().clone()) for b in model.buffers()] if restore else []
+    buffers = {name: (b, b.detach().clone()) for name, b in model.named_buffers()}
     for t in wanted.values():
         t.grad = None
     cuda = [anchor.device.index or 0] if anchor.device.type == "cuda" else []
@@ -105,16 +107,18 @@ def run(
                 cotangents = [_cotangent(t, generator) for t in ends]
                 with meter.section(_BACKWARD):
                     torch.autograd.backward(ends, cotangents)
+            rng_state = torch.get_rng_state()
         gradients = {name: t.grad for name, t in wanted.items()}
+        after = {name: b.detach().clone() for name, (b, _) in buffers.items()}
     finally:
         for name, t in wanted.items():
             t.grad = grads[name]
         with torch.no_grad():
-            for buffer, value in buffers:
+            for buffer, value in buffers.values():
                 buffer.copy_(value)
     kept, peak, held = meter.result()
     made = sum(g.numel() * g.element_size() for g in gradients.values() if g is not None)
-    return Run(Measurement(kept, peak, held, made, str(anchor.device)), output, gradients)
+    return Run(Measurement(kept, peak, held, made, str(anchor.device)), output, gradients, after, rng_state)
 
 
 def _cotangent(output: Tensor, generator: torch.Generator) -> Tensor:
