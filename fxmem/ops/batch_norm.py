@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.overrides import handle_torch_function
 
-from fxmem.ops.common import NO_GRADIENT, Layout, Rule, Site, Verdict, engaged
+from fxmem.ops.common import NO_GRADIENT, Layout, Rule, Site, Verdict, engaged, intercepted
 
 
 class _BatchNormEval(torch.autograd.Function):
@@ -71,7 +71,7 @@ def batch_norm(
         eps: added to the variance.
     """
     operands = (input, running_mean, running_var, weight, bias)
-    if has_torch_function_variadic(*operands):
+    if intercepted(*operands):
         return handle_torch_function(  # type: ignore[no-any-return]
             batch_norm,
             operands,
