@@ -32,10 +32,10 @@ class _BatchNormEval(torch.autograd.Function):
         mean, var, weight = ctx.saved_tensors
         # With fixed statistics the kernel makes the input's gradient of grad alone, but reads an input on the way, for
         # sums that only a weight gradient needs. Any tensor of the input's layout does: grad itself if it can.
-        same = Layout.of(grad) == ctx.layout
+        fits = Layout.of(grad) == ctx.layout and not grad.requires_grad
         grad_input, _, grad_bias = torch.ops.aten.native_batch_norm_backward(
             grad,
-            grad.detach() if same else ctx.layout.stand_in(grad),
+            grad if fits else ctx.layout.stand_in(grad),
             weight,
             mean,
             var,

@@ -50,7 +50,7 @@ def engaged(*tensors: Tensor | None) -> bool:
 
 
 def is_leaf_memory(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a leaf or a view of one, which autograd refuses to change in place; torch's own op says so."""
+    """Whether ``tensor`` is a leaf or a view of one: autograd refuses to change those in place."""
     base = tensor._base
     return tensor.is_leaf or (base is not None and base.is_leaf)
 
@@ -108,7 +108,7 @@ class Layout:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements of ``tensor`` fill one gapless stretch of memory, each address once, in any order of dims."""
+    """Whether the elements of ``tensor`` fill one stretch of memory, each address once, in any order of dims."""
     if tensor.is_contiguous():
         return True
     expected = 1

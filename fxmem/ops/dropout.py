@@ -1,7 +1,7 @@
 """Dropout: one bit per element in place of the noise.
 
-On CPU torch keeps the noise as floats, on CUDA as one byte per element. The random numbers drawn are torch's own, in the
-same order, and the generator ends in the same state.
+On CPU torch keeps the noise as floats, on CUDA as one byte per element. The random numbers drawn are torch's own, in
+the same order, and the generator ends in the same state.
 """
 
 from __future__ import annotations
@@ -67,7 +67,12 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
             dropout, (input,), input, p=p, training=training, inplace=inplace
         )
     served = training and 0 < p < 1 and input.is_floating_point() and input.numel() > 0
-    if not served or not engaged(input) or (inplace and is_leaf_memory(input)) or input.device.type not in ("cpu", "cuda"):
+    if (
+        not served
+        or not engaged(input)
+        or (inplace and is_leaf_memory(input))
+        or input.device.type not in ("cpu", "cuda")
+    ):
         return F.dropout(input, p, training, inplace)
     return _Dropout.apply(input, p, inplace)  # type: ignore[no-any-return]
 

@@ -1,7 +1,7 @@
 """Linear: under autocast, no low-precision copy of a frozen weight.
 
-Torch's own linear already keeps its input only for a trainable weight. Under autocast, though, it keeps the low-precision
-copy of every weight; here the weight itself is kept, which costs nothing, and cast again in backward.
+Torch's own linear already keeps its input only for a trainable weight. Under autocast, though, it keeps the
+low-precision copy of every weight; here the weight itself is kept, which costs nothing, and cast again in backward.
 """
 
 from __future__ import annotations

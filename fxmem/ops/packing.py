@@ -1,9 +1,9 @@
 """One bit per element: packing the mask that backward needs in place of a tensor.
 
-The elements are taken in the order in which they lie in memory and cut into blocks of ``BLOCK``. Within a block of ``8 m``
-elements (the last one padded), bit ``j`` of byte ``i`` belongs to element ``j m + i``. With this order packing is a
-matrix-vector product with the powers of two, unpacking a broadcast bitwise and, and both run through the cache block by
-block: the temporaries stay below a megabyte whatever the size of the tensor.
+The elements are taken in the order in which they lie in memory and cut into blocks of ``BLOCK``. Within a block of
+``8 m`` elements (the last one padded), bit ``j`` of byte ``i`` belongs to element ``j m + i``. With this order packing
+is a matrix-vector product with the powers of two, unpacking a broadcast bitwise and, and both run through the cache
+block by block: the temporaries stay below a megabyte whatever the size of the tensor.
 
 The entry points are registered with ``torch.library``, so fake tensors, tracers and partitioners see one op each.
 """
@@ -29,8 +29,8 @@ _library.define("unpack(Tensor packed, SymInt[] size, SymInt[] stride, ScalarTyp
 _library.define("threshold_backward(Tensor grad, Tensor packed, SymInt[] stride) -> Tensor")
 _library.define("scale_backward(Tensor grad, Tensor packed, SymInt[] stride, float scale) -> Tensor")
 
-# A float whose only set bit is one of its exponent bits is positive, so eight of them in turn are what the eight bits of
-# a byte unpack to. (float16 has five exponent bits; its other three are subnormal and positive all the same.)
+# A float whose only set bit is one of its exponent bits is positive, so eight of them in turn are what the eight bits
+# of a byte unpack to. (float16 has five exponent bits; its other three are subnormal and positive all the same.)
 _INTEGER = {2: (torch.int16, 7), 4: (torch.int32, 23), 8: (torch.int64, 52)}
 
 

@@ -1,8 +1,8 @@
 """Pooling: the input only for its shape, and a maximum's position as one byte within its window.
 
-Average pooling's derivative is made of the incoming gradient and the input's shape. Max pooling's needs to know which element
-of each window won: torch keeps an index of 64 bits into the whole plane, and the input for its shape. The place within the
-window fits in a byte.
+Average pooling's derivative is made of the incoming gradient and the input's shape. Max pooling's needs to know which
+element of each window won: torch keeps an index of 64 bits into the whole plane, and the input for its shape. The place
+within the window fits in a byte.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _make_adaptive_max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..
         firsts = [[o * n // c for o in range(c)] for n, c in zip(sizes, counts, strict=True)]
         ends = [[-(-(o + 1) * n // c) for o in range(c)] for n, c in zip(sizes, counts, strict=True)]
         widths = [max((b - a for a, b in zip(f, e, strict=True)), default=1) for f, e in zip(firsts, ends, strict=True)]
-        if math.prod(widths) > _MOST:
+        if 0 in counts or math.prod(widths) > _MOST:
             return stock(input, output_size, return_indices)
         windows = _Windows(firsts, [1] * dims, widths, sizes)
         options = _pad(counts, dims, 1)

@@ -1,7 +1,7 @@
 """ReLU: one bit per element in place of the output.
 
-Torch keeps the output of a ReLU although its derivative only asks whether each element is positive. The bit is enough, as
-long as nobody else keeps the output anyway: whether to use it is therefore decided per call, not per module.
+Torch keeps the output of a ReLU although its derivative only asks whether each element is positive. The bit is
+enough, as long as nobody else keeps the output anyway: whether to use it is therefore decided per call, not per module.
 """
 
 from __future__ import annotations
@@ -42,14 +42,22 @@ def relu(input: Tensor, inplace: bool = False) -> Tensor:
     """
     if intercepted(input):
         return handle_torch_function(relu, (input,), input, inplace=inplace)  # type: ignore[no-any-return]
-    if not engaged(input) or not input.is_floating_point() or (inplace and is_leaf_memory(input)):
+    if not _served(input, inplace):
         return F.relu(input, inplace)
     return _ReLU.apply(input, inplace)  # type: ignore[no-any-return]
 
 
 def relu_(input: Tensor) -> Tensor:
     """``torch.relu_`` that keeps one bit per element for backward."""
-    return relu(input, True)
+    if intercepted(input):
+        return handle_torch_function(relu_, (input,), input)  # type: ignore[no-any-return]
+    if not _served(input, True):
+        return torch.relu_(input)
+    return _ReLU.apply(input, True)  # type: ignore[no-any-return]
+
+
+def _served(input: Tensor, inplace: bool) -> bool:
+    return engaged(input) and input.is_floating_point() and not (inplace and is_leaf_memory(input))
 
 
 class SelectiveReLU(nn.ReLU):

@@ -103,7 +103,11 @@ def test_adaptive(stock: Any, ours: Any, dims: int, size: Any, batch: int | None
 @pytest.mark.parametrize("layout", ["channels_last", "transposed", "gapped", "expanded"])
 @pytest.mark.parametrize("batch", [2, None])
 def test_layouts(stock: Any, ours: Any, dims: int, layout: str, batch: int | None) -> None:
-    compare(bind(stock, 3), bind(ours, 3), [operand(*shape(dims, batch), layout=layout)], [True])
+    x = operand(*shape(dims, batch), layout=layout)
+    if ours.__name__ == "max_pool3d" and batch is None and layout == "channels_last":
+        assert outcome(stock, x, 3) == outcome(ours, x, 3)  # torch refuses this layout
+        return
+    compare(bind(stock, 3), bind(ours, 3), [x], [True])
 
 
 @forms(MAX, AVG, ADAPTIVE_MAX, ADAPTIVE_AVG)
