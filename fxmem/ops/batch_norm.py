@@ -33,14 +33,15 @@ class _BatchNormEval(torch.autograd.Function):
         # With fixed statistics the kernel makes the input's gradient of grad alone, but reads an input on the way, for
         # sums that only a weight gradient needs. Any tensor of the input's layout does: grad itself if it can.
         fits = Layout.of(grad) == ctx.layout and not grad.requires_grad
+        unused = mean.new_empty(0)  # the batch's own statistics, as torch's eval mode saves them
         grad_input, _, grad_bias = torch.ops.aten.native_batch_norm_backward(
             grad,
             grad if fits else ctx.layout.stand_in(grad),
             weight,
             mean,
             var,
-            None,
-            None,
+            unused,
+            unused,
             False,
             ctx.eps,
             [ctx.needs_input_grad[0], False, ctx.needs_input_grad[4]],
