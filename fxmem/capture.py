@@ -111,7 +111,7 @@ class _Tracer(fx.Tracer):
         self.autocast = _autocast_state()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if super().is_leaf_module(m, module_qualified_name) or type(m).__module__.startswith("fxmem."):
+        if super().is_leaf_module(m, module_qualified_name) or type(m).__module__.startswith("fxmem.ops."):
             return True
         reason = None
         if _has_hooks(m):

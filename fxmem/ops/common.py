@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)
+# AOTAutograd wraps the plain tensors of the graphs that it traces in FunctionalTensor.
+_PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
 
 
 def engaged(*tensors: Tensor | None) -> bool:
