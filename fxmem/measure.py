@@ -140,7 +140,7 @@ class _CpuMeter:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        gc.collect()
+        # What a collection would free inside the pass was allocated before it, or hides what the pass keeps.
         collecting = gc.isenabled()
         gc.disable()
         try:
