@@ -265,11 +265,5 @@ def _input_flags(inputs: Mapping[str, Any]) -> dict[str, bool]:
 
 def placeholders(gm: fx.GraphModule, bound: Mapping[str, Any]) -> dict[str, Any]:
     """The bound arguments by the graph's placeholders."""
-    result: dict[str, Any] = {}
-    for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            name = str(node.target).lstrip("*")
-            if name in bound:
-                result[str(node.target)] = bound[name]
-    return result
-
+    targets = [str(node.target) for node in gm.graph.nodes if node.op == "placeholder"]
+    return {target: bound[target.lstrip("*")] for target in targets if target.lstrip("*") in bound}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable
 from typing import Any
@@ -186,8 +187,11 @@ def test_optional_arguments_are_fixed_and_say_so() -> None:
     plain = fxmem.optimize(model)
     compare(model, plain, (x,))
     compare(model, plain, (x,), {"scale": 2.0})
-    with pytest.raises(AssertionError, match="mask has been specialized"):
+    with pytest.raises(fxmem.ArgumentError, match="mask: the graph was captured with None here and cannot take a tensor"):
         plain(x, mask)
+    with pytest.raises(fxmem.ArgumentError, match=r"flip: .*Pass flip among the example inputs of fxmem\.optimize"):
+        plain(x, flip=True)
+    compare(model, pickle.loads(pickle.dumps(plain)), (x,))
     masked = fxmem.optimize(model, (x,), {"mask": mask})
     compare(model, masked, (x, mask))
     flipped = fxmem.optimize(model, (x,), {"flip": True})
