@@ -28,13 +28,14 @@ def optimize(
 ) -> OptimizedModule:
     """Rewrites a model so that its forward keeps only what backward needs; outputs and gradients stay those of eager.
 
-    The result shares the model's parameters, buffers and hooks; its train/eval flags are its own. The model itself is left as it
-    is. Freezing and unfreezing parameters afterwards gives eager's gradients; to save the most again, call ``optimize`` again.
+    The result shares the model's parameters, buffers and hooks; its train/eval flags are its own. The model itself is left
+    as it is. Freezing and unfreezing parameters afterwards gives eager's gradients; to save the most again, call ``optimize``
+    again.
 
     Args:
         model: the model, its parameters frozen or not as they will be in training; an optimized module is rewritten anew.
-        example_args: positional inputs, real or fake tensors, with requires_grad as it will be; a lone tensor stands for a tuple
-            of one. With them the rewrite is planned in bytes, without them from the structure of the graph.
+        example_args: positional inputs, real or fake tensors, with requires_grad as it will be; a lone tensor stands for a
+            tuple of one. With them the rewrite is planned in bytes, without them from the structure of the graph.
         example_kwargs: keyword inputs.
         policy: ``"exact"``: the outputs and gradients of eager.
         capture: how to get the graph: ``"symbolic"`` or ``"auto"``.

@@ -23,8 +23,7 @@ def fxmem_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: 
     """
     names = [str(n.target) for n in gm.graph.nodes if n.op == "placeholder"]
     flags = {
-        name: isinstance(value, torch.Tensor) and value.requires_grad
-        for name, value in zip(names, example_inputs, strict=True)
+        name: isinstance(value, torch.Tensor) and value.requires_grad for name, value in zip(names, example_inputs, strict=True)
     }
     flow = grad_flow(gm, gm.graph, flags)
     found = choices(gm, gm.graph, flow)

@@ -97,7 +97,9 @@ def _load(target: str | None) -> tuple[nn.Module, tuple[Any, ...]]:
     place, _, name = target.rpartition(":")
     if not place or not name:
         raise ArgumentError(
-            f"{target!r} names no model.", where="TARGET", remedy="Use torchvision:NAME, package.module:callable or file.py:callable."
+            f"{target!r} names no model.",
+            where="TARGET",
+            remedy="Use torchvision:NAME, package.module:callable or file.py:callable.",
         )
     if place == "torchvision":
         return _torchvision(name), (torch.randn(8, 3, 224, 224),)
@@ -108,7 +110,11 @@ def _load(target: str | None) -> tuple[nn.Module, tuple[Any, ...]]:
     else:
         model, inputs = built, ()
     if not isinstance(model, nn.Module):
-        raise ArgumentError(f"it returned {type(model).__name__}, not a module.", where=target, remedy="Return a model, or a model and its inputs.")
+        raise ArgumentError(
+            f"it returned {type(model).__name__}, not a module.",
+            where=target,
+            remedy="Return a model, or a model and its inputs.",
+        )
     return model, inputs
 
 
@@ -116,7 +122,9 @@ def _torchvision(name: str) -> nn.Module:
     try:
         import torchvision
     except ImportError as error:
-        raise ArgumentError("torchvision is not installed.", where=f"torchvision:{name}", remedy="pip install torchvision.") from error
+        raise ArgumentError(
+            "torchvision is not installed.", where=f"torchvision:{name}", remedy="pip install torchvision."
+        ) from error
     names = torchvision.models.list_models()
     if name not in names:
         near = ", ".join(get_close_matches(name, names)) or "one that torchvision.models.list_models() shows"
@@ -138,7 +146,9 @@ def _callable(place: str, name: str) -> Any:
                 sys.path.insert(0, "")
             module = importlib.import_module(place)
     except (ImportError, OSError) as error:
-        raise ArgumentError(f"it cannot be imported: {error}.", where=place, remedy="Check the path and its imports.") from error
+        raise ArgumentError(
+            f"it cannot be imported: {error}.", where=place, remedy="Check the path and its imports."
+        ) from error
     found = getattr(module, name, None)
     if not callable(found):
         near = ", ".join(get_close_matches(name, dir(module))) or "a callable that is there"

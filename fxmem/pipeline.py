@@ -38,9 +38,9 @@ def share(module: nn.Module, memo: dict[int, nn.Module] | None = None) -> nn.Mod
 class OptimizedModule(fx.GraphModule):
     """A GraphModule that keeps only what backward needs.
 
-    It has the parameters, buffers, hooks and state_dict keys of the model that it was made of, by identity, and train/eval flags of
-    its own. ``decisions`` says what was done to each node and why; ``grad_flow`` holds the analysis; ``saved`` the tensors that
-    eager and this module keep, when example inputs were given.
+    It has the parameters, buffers, hooks and state_dict keys of the model that it was made of, by identity, and train/eval
+    flags of its own. ``decisions`` says what was done to each node and why; ``grad_flow`` holds the analysis; ``saved`` the
+    tensors that eager and this module keep, when example inputs were given.
     """
 
     decisions: tuple[Decision, ...]
@@ -117,16 +117,15 @@ class OptimizedModule(fx.GraphModule):
         return code
 
     def _stale(self) -> bool:
-        return any(self.get_submodule(path).training != mode for path, mode in self._modes.items())  # type: ignore[operator]
+        modes: dict[str, bool] = self.__dict__["_modes"]
+        return any(self.get_submodule(path).training != mode for path, mode in modes.items())
 
     def _respecialize(self) -> None:
         """Captures the model again under the flags as they are now, and rewrites it from structure."""
-        source: Any = self._source
-        self._check_unchanged()
+        source = self.source()
         given = None
-        if self._given is not None:
-            fixed: Any = self._fixed
-            given = {name: fixed.get(name, ...) for name in self._given}  # type: ignore[union-attr]
+        if self.__dict__["_given"] is not None:
+            given = {name: self.__dict__["_fixed"].get(name, ...) for name in self.__dict__["_given"]}
         with _flags_of(self, source):
             capture = trace(source, given)
         _add_constants(self, capture)
@@ -162,7 +161,7 @@ class OptimizedModule(fx.GraphModule):
 
 
 def _unpickle(body: dict[str, Any], imports: str) -> OptimizedModule:
-    graph = reduce_graph_module(dict(body), imports).graph
+    graph: Any = reduce_graph_module(dict(body), imports).graph
     holder = nn.Module()
     holder.__dict__.update(body)
     module = OptimizedModule.__new__(OptimizedModule)

@@ -1,7 +1,7 @@
 """Analysis by observation: what each node asks autograd to keep.
 
-The graph runs on fake tensors inside ``torch.autograd.graph.saved_tensors_hooks``, so no memory is used and no table of what torch
-saves is written by hand. Requires a graph and inputs; changes nothing.
+The graph runs on fake tensors inside ``torch.autograd.graph.saved_tensors_hooks``, so no memory is used and no table of what
+torch saves is written by hand. Requires a graph and inputs; changes nothing.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ class _Recorder(fx.Interpreter):
         self.current = n
         result = super().run_node(n)
         self._collect_numbers(result)
-        self.outputs[n.name] = tuple(
-            (tuple(t.shape), t.dtype, tuple(t.stride()), t.device.type) for t in tensors_of(result)
-        )
+        self.outputs[n.name] = tuple((tuple(t.shape), t.dtype, tuple(t.stride()), t.device.type) for t in tensors_of(result))
         return result
 
     def _collect_numbers(self, result: Any) -> None:
@@ -117,10 +115,16 @@ def observe(gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any]) -> Observ
             fakes[id(tensor)] = mode.from_tensor(tensor)
         return fakes[id(tensor)]
 
-    state = {name: fake(t) for name, t in (*gm.named_parameters(remove_duplicate=False), *gm.named_buffers(remove_duplicate=False))}
+    state = {
+        name: fake(t) for name, t in (*gm.named_parameters(remove_duplicate=False), *gm.named_buffers(remove_duplicate=False))
+    }
     fake_inputs = {name: tree_map_only(Tensor, fake, value) for name, value in inputs.items()}
     recorder = _Recorder(gm, graph)
-    args = [fake_inputs[str(n.target)] if str(n.target) in fake_inputs else _default(n) for n in graph.nodes if n.op == "placeholder"]
+    args = [
+        fake_inputs[str(n.target)] if str(n.target) in fake_inputs else _default(n)
+        for n in graph.nodes
+        if n.op == "placeholder"
+    ]
     with (
         mode,
         _hooks_off(gm),

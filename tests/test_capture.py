@@ -53,7 +53,9 @@ class Optional(nn.Module):
 
 
 def test_control_flow_names_the_line() -> None:
-    with pytest.raises(fxmem.CaptureError, match=r"test_capture\.py:\d+ \(in forward\).*optimize the traceable submodules") as info:
+    with pytest.raises(
+        fxmem.CaptureError, match=r"test_capture\.py:\d+ \(in forward\).*optimize the traceable submodules"
+    ) as info:
         fxmem.optimize(Branchy())
     assert "symbolic tracing cannot follow" in str(info.value)
 
@@ -70,7 +72,10 @@ def test_contexts_inside_forward_are_refused(context: Callable[[], Any]) -> None
                 y = self.layer(x)
             return y + x
 
-    with torch.no_grad() if context is torch.enable_grad else torch.enable_grad(), pytest.raises(fxmem.CaptureError, match="switches"):
+    with (
+        torch.no_grad() if context is torch.enable_grad else torch.enable_grad(),
+        pytest.raises(fxmem.CaptureError, match="switches"),
+    ):
         fxmem.optimize(Switch())
 
 

@@ -278,7 +278,7 @@ def test_bad_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], message: str)
 
 
 def test_unknown_choices() -> None:
-    with pytest.raises(fxmem.ArgumentError, match="policy: unknown value 'fast'. Choose one of exact"):
+    with pytest.raises(fxmem.ArgumentError, match=r"policy: unknown value 'fast'. Choose one of exact"):
         fxmem.optimize(_frozen(), policy="fast")
     with pytest.raises(fxmem.ArgumentError, match="capture: unknown value 'magic'"):
         fxmem.optimize(_frozen(), capture="magic")

@@ -40,7 +40,9 @@ def engaged(*tensors: Tensor | None) -> bool:
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """The dtype to which autocast would cast ``tensor`` for a matrix product or convolution here, or None."""
     device = tensor.device.type
-    if not torch.is_autocast_enabled(device) or not tensor.is_floating_point() or tensor.dtype is torch.float64:
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return None
+    if not tensor.is_floating_point() or tensor.dtype is torch.float64:
         return None
     return torch.get_autocast_dtype(device)
 

@@ -2,9 +2,9 @@
 
     python reports/readme/run.py [--check]
 
-Every row is one torchvision model, frozen and in eval mode, differentiated with respect to its input; kept and peak bytes are counted
-at the allocator, times are medians of ratios of interleaved runs of process CPU time on one thread. ``--check`` only compares the
-README's table with the committed results.
+Every row is one torchvision model, frozen and in eval mode, differentiated with respect to its input; kept and peak bytes
+are counted at the allocator, times are medians of ratios of interleaved runs of process CPU time on one thread. ``--check``
+only compares the README's table with the committed results.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ from fxmem.render import human
 
 HERE = Path(__file__).parent
 README = HERE.parent.parent / "README.md"
-MODELS = {"resnet50": (8, 3, 224, 224), "densenet121": (8, 3, 224, 224), "mobilenet_v3_large": (8, 3, 224, 224), "vgg16": (4, 3, 224, 224)}
+MODELS = {
+    "resnet50": (8, 3, 224, 224),
+    "densenet121": (8, 3, 224, 224),
+    "mobilenet_v3_large": (8, 3, 224, 224),
+    "vgg16": (4, 3, 224, 224),
+}
 PAIRS = 15
 
 
