@@ -48,22 +48,22 @@ class OptimizedModule(fx.GraphModule):
     saved: tuple[SavedTensors, SavedTensors] | None
     notes: tuple[str, ...]
 
-    def __init__(self, source: nn.Module, fixed: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, source: nn.Module, given: Mapping[str, Any] | None = None) -> None:
         """Captures ``source`` and wraps the graph, with nothing rewritten yet.
 
         Args:
             source: the model.
-            fixed: example inputs by name, which decide what optional arguments are fixed to.
+            given: example inputs by name, which decide what optional arguments are fixed to.
         """
-        capture = trace(source, fixed)
+        capture = trace(source, given)
         root = share(source)
         _add_constants(root, capture)
         super().__init__(root, capture.graph, type(source).__name__)
         self._adopt(vars(root))
         self.__dict__.update(
             _source=source,
-            _fixed=None if fixed is None else {k: v for k, v in fixed.items() if v is None or isinstance(v, bool | str)},
-            _given=None if fixed is None else tuple(fixed),
+            # What trace needs of the example inputs: their names, and the values that it fixes.
+            _given=given and {k: v if v is None or isinstance(v, bool | str) else ... for k, v in given.items()},
             decisions=(),
             saved=None,
             notes=(),
@@ -123,11 +123,8 @@ class OptimizedModule(fx.GraphModule):
     def _respecialize(self) -> None:
         """Captures the model again under the flags as they are now, and rewrites it from structure."""
         source = self.source()
-        given = None
-        if self.__dict__["_given"] is not None:
-            given = {name: self.__dict__["_fixed"].get(name, ...) for name in self.__dict__["_given"]}
         with _flags_of(self, source):
-            capture = trace(source, given)
+            capture = trace(source, self.__dict__["_given"])
         _add_constants(self, capture)
         self._set_graph(capture)
         rewrite(self, None)
