@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from fxmem.capture import bind_example, check_model
 from fxmem.errors import ArgumentError
-from fxmem.measure import run
+from fxmem.measure import measure
+from fxmem.passes.base import module_path, op_name, source_of
 from fxmem.pipeline import OptimizedModule, placeholders, rewrite
-from fxmem.records import MemoryReport
+from fxmem.records import MemoryReport, NodeRow, SavedTensors
 
 _POLICIES = ("exact",)
 _CAPTURES = ("auto", "symbolic")
@@ -27,13 +28,14 @@ def optimize(
 ) -> OptimizedModule:
     """Rewrites a model so that its forward keeps only what backward needs; outputs and gradients stay those of eager.
 
-    The result shares the model's parameters, buffers and hooks; its train/eval flags are its own. The model itself is left as it
-    is. Freezing and unfreezing parameters afterwards gives eager's gradients; to save the most again, call ``optimize`` again.
+    The result shares the model's parameters, buffers and hooks; its train/eval flags are its own. The model itself is left
+    as it is. Freezing and unfreezing parameters afterwards gives eager's gradients; to save the most again, call ``optimize``
+    again.
 
     Args:
         model: the model, its parameters frozen or not as they will be in training; an optimized module is rewritten anew.
-        example_args: positional inputs, real or fake tensors, with requires_grad as it will be; a lone tensor stands for a tuple
-            of one. With them the rewrite is planned in bytes, without them from the structure of the graph.
+        example_args: positional inputs, real or fake tensors, with requires_grad as it will be; a lone tensor stands for a
+            tuple of one. With them the rewrite is planned in bytes, without them from the structure of the graph.
         example_kwargs: keyword inputs.
         policy: ``"exact"``: the outputs and gradients of eager.
         capture: how to get the graph: ``"symbolic"`` or ``"auto"``.
@@ -89,17 +91,51 @@ def report(
     eager, ours = gm.saved
     real = None
     if measured:
-        real = (run(model, args, example_kwargs).measurement, run(gm, args, example_kwargs).measurement)
-    shapes = [f"{'x'.join(map(str, t.shape))} {str(t.dtype).removeprefix('torch.')}" for t in args if isinstance(t, Tensor)]
+        real = (measure(model, args, example_kwargs), measure(gm, args, example_kwargs))
     return MemoryReport(
         type(model).__name__,
-        ", ".join(shapes),
-        eager,
-        ours,
-        gm.decisions,
+        _describe((*args, *(example_kwargs or {}).values())),
+        _rows(gm, eager, ours),
+        eager.kept,
+        ours.kept,
         tuple(gm.grad_flow.parameters.values()),
         real,
     )
+
+
+def _describe(values: tuple[Any, ...]) -> str:
+    return ", ".join(
+        f"{'x'.join(map(str, t.shape))} {str(t.dtype).removeprefix('torch.')}{' requires grad' if t.requires_grad else ''}"
+        for t in values
+        if isinstance(t, Tensor)
+    )
+
+
+def _rows(gm: OptimizedModule, eager: SavedTensors, ours: SavedTensors) -> tuple[NodeRow, ...]:
+    before, after = eager.by_node(), ours.by_node()
+    decisions = {d.node: d for d in gm.decisions}
+    rows = []
+    for node in gm.graph.nodes:
+        decision = decisions.get(node.name)
+        old, new = before.get(node.name, 0), after.get(node.name, 0)
+        if decision is None and not old and not new:
+            continue
+        reason = decision.reason if decision else ""
+        if not reason and old:
+            reason = "kept: its derivative needs it, and no rule speaks of this op"
+        rows.append(
+            NodeRow(
+                node.name,
+                module_path(node),
+                op_name(gm, node),
+                source_of(node),
+                old,
+                new,
+                reason,
+                decision.remedy if decision else None,
+            )
+        )
+    return tuple(rows)
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

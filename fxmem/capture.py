@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from torch.nn.parameter import is_lazy
 from fxmem.errors import ArgumentError, CaptureError
 
 CONSTANTS = "_fxmem_constants"
+
+_NOT_USERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -111,7 +114,7 @@ class _Tracer(fx.Tracer):
         self.autocast = _autocast_state()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if super().is_leaf_module(m, module_qualified_name) or type(m).__module__.startswith("fxmem."):
+        if super().is_leaf_module(m, module_qualified_name) or type(m).__module__.startswith("fxmem.ops."):
             return True
         reason = None
         if _has_hooks(m):
@@ -155,13 +158,12 @@ def _source(stack_trace: str) -> str | None:
     found = None
     for line in stack_trace.splitlines():
         line = line.strip()
-        if line.startswith('File "') and not any(part in line for part in _INTERNAL):
+        if line.startswith('File "'):
             file, _, rest = line[6:].partition('", line ')
+            if file.startswith(_NOT_USERS):
+                continue
             found = f"{file}:{rest.split(',')[0]}"
     return found
-
-
-_INTERNAL = ("/torch/fx/", "/torch/nn/modules/", "/fxmem/capture", "\\torch\\fx\\", "\\torch\\nn\\modules\\", "\\fxmem\\capture")
 
 
 @contextmanager
@@ -239,12 +241,56 @@ def trace(model: nn.Module, given: Mapping[str, Any] | None = None) -> Capture:
             where=type(model).__name__,
             remedy="Draw them from a tensor that depends on the input, such as torch.rand_like(x), or pass them in.",
         )
+    _name_placeholders(graph, model)
     # The tracer leaves tensors that it met as constants on the model; they belong to the graph.
     constants = {name: vars(model).pop(name) for name in set(vars(model)) - before}
     for node in graph.nodes:
         if node.op == "get_attr" and node.target in constants:
             node.target = f"{CONSTANTS}.{node.target}"
     return Capture(graph, dict(modes), tracer.opaque, constants)
+
+
+def _name_placeholders(graph: fx.Graph, model: nn.Module) -> None:
+    """Gives fixed arguments their own names back, and a check that speaks of them in place of fx's."""
+    for name, node in zip(
+        inspect.signature(model.forward).parameters, [n for n in graph.nodes if n.op == "placeholder"], strict=False
+    ):
+        if not str(node.target).startswith("*"):
+            node.target = name
+    for node in list(graph.nodes):
+        fixed = node.op == "call_function" and node.target in (torch._assert, fx._symbolic_trace._assert_is_none)
+        if not fixed or "has been specialized" not in str(node.args[1]):
+            continue
+        condition = node.args[0]
+        placeholder, value = (condition, None) if condition.op == "placeholder" else condition.args
+        with graph.inserting_before(node):
+            check = graph.call_function(check_fixed, (placeholder, value, str(placeholder.target)))
+        # Generated code that is traced again, as unpickling does, must not look into the function.
+        check.meta["is_wrapped"] = True
+        graph.erase_node(node)
+        if condition is not placeholder:
+            graph.erase_node(condition)
+
+
+@fx.wrap
+def check_fixed(value: Any, expected: Any, name: str) -> None:
+    """Refuses another value of an argument than the one that the graph was captured with.
+
+    Args:
+        value: what was passed.
+        expected: what the graph holds for: None, a bool or a str.
+        name: the argument.
+
+    Raises:
+        ArgumentError: they differ.
+    """
+    if type(value) is not type(expected) or value != expected:
+        what = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+        raise ArgumentError(
+            f"the graph was captured with {expected!r} here and cannot take {what}.",
+            where=name,
+            remedy=f"Pass {name} among the example inputs of fxmem.optimize.",
+        )
 
 
 def _first_line(error: Exception) -> str:
@@ -254,12 +300,7 @@ def _first_line(error: Exception) -> str:
 
 def _blame(error: BaseException, model: nn.Module) -> str:
     """``file:line (in function)`` of the innermost frame of user code."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not any(part in frame.filename for part in (*_INTERNAL, "/torch/", "\\torch\\"))
-    ]
-    user = [frame for frame in frames if "fxmem" not in frame.filename.replace("\\", "/").split("/")[-2:-1]]
+    user = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_USERS)]
     if not user:
         return type(model).__name__
     last = user[-1]

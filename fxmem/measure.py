@@ -26,8 +26,8 @@ class Run:
     Args:
         measurement: the bytes.
         outputs: the model's output, detached from nothing.
-        gradients: by parameter name, or ``input 0``, ``input 1``, ... for tensor inputs that require grad; None where no gradient
-            arrived.
+        gradients: by parameter name, or ``input 0``, ``input 1``, ... for tensor inputs that require grad; None where no
+            gradient arrived.
         buffers: the model's buffers after the pass, by name.
         rng_state: state of the CPU generator after the pass.
     """
@@ -140,13 +140,11 @@ class _CpuMeter:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        gc.collect()
+        # What a collection would free inside the pass was allocated before it, or hides what the pass keeps.
         collecting = gc.isenabled()
         gc.disable()
         try:
-            with torch.profiler.profile(
-                activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-            ) as profiler:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
                 yield
         finally:
             if collecting:

@@ -38,9 +38,9 @@ def share(module: nn.Module, memo: dict[int, nn.Module] | None = None) -> nn.Mod
 class OptimizedModule(fx.GraphModule):
     """A GraphModule that keeps only what backward needs.
 
-    It has the parameters, buffers, hooks and state_dict keys of the model that it was made of, by identity, and train/eval flags of
-    its own. ``decisions`` says what was done to each node and why; ``grad_flow`` holds the analysis; ``saved`` the tensors that
-    eager and this module keep, when example inputs were given.
+    It has the parameters, buffers, hooks and state_dict keys of the model that it was made of, by identity, and train/eval
+    flags of its own. ``decisions`` says what was done to each node and why; ``grad_flow`` holds the analysis; ``saved`` the
+    tensors that eager and this module keep, when example inputs were given.
     """
 
     decisions: tuple[Decision, ...]
@@ -48,22 +48,22 @@ class OptimizedModule(fx.GraphModule):
     saved: tuple[SavedTensors, SavedTensors] | None
     notes: tuple[str, ...]
 
-    def __init__(self, source: nn.Module, fixed: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, source: nn.Module, given: Mapping[str, Any] | None = None) -> None:
         """Captures ``source`` and wraps the graph, with nothing rewritten yet.
 
         Args:
             source: the model.
-            fixed: example inputs by name, which decide what optional arguments are fixed to.
+            given: example inputs by name, which decide what optional arguments are fixed to.
         """
-        capture = trace(source, fixed)
+        capture = trace(source, given)
         root = share(source)
         _add_constants(root, capture)
         super().__init__(root, capture.graph, type(source).__name__)
         self._adopt(vars(root))
         self.__dict__.update(
             _source=source,
-            _fixed=None if fixed is None else {k: v for k, v in fixed.items() if v is None or isinstance(v, bool | str)},
-            _given=None if fixed is None else tuple(fixed),
+            # What trace needs of the example inputs: their names, and the values that it fixes.
+            _given=given and {k: v if v is None or isinstance(v, bool | str) else ... for k, v in given.items()},
             decisions=(),
             saved=None,
             notes=(),
@@ -117,18 +117,14 @@ class OptimizedModule(fx.GraphModule):
         return code
 
     def _stale(self) -> bool:
-        return any(self.get_submodule(path).training != mode for path, mode in self._modes.items())  # type: ignore[operator]
+        modes: dict[str, bool] = self.__dict__["_modes"]
+        return any(self.get_submodule(path).training != mode for path, mode in modes.items())
 
     def _respecialize(self) -> None:
         """Captures the model again under the flags as they are now, and rewrites it from structure."""
-        source: Any = self._source
-        self._check_unchanged()
-        given = None
-        if self._given is not None:
-            fixed: Any = self._fixed
-            given = {name: fixed.get(name, ...) for name in self._given}  # type: ignore[union-attr]
+        source = self.source()
         with _flags_of(self, source):
-            capture = trace(source, given)
+            capture = trace(source, self.__dict__["_given"])
         _add_constants(self, capture)
         self._set_graph(capture)
         rewrite(self, None)
@@ -162,7 +158,7 @@ class OptimizedModule(fx.GraphModule):
 
 
 def _unpickle(body: dict[str, Any], imports: str) -> OptimizedModule:
-    graph = reduce_graph_module(dict(body), imports).graph
+    graph: Any = reduce_graph_module(dict(body), imports).graph
     holder = nn.Module()
     holder.__dict__.update(body)
     module = OptimizedModule.__new__(OptimizedModule)
@@ -265,11 +261,5 @@ def _input_flags(inputs: Mapping[str, Any]) -> dict[str, bool]:
 
 def placeholders(gm: fx.GraphModule, bound: Mapping[str, Any]) -> dict[str, Any]:
     """The bound arguments by the graph's placeholders."""
-    result: dict[str, Any] = {}
-    for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            name = str(node.target).lstrip("*")
-            if name in bound:
-                result[str(node.target)] = bound[name]
-    return result
-
+    targets = [str(node.target) for node in gm.graph.nodes if node.op == "placeholder"]
+    return {target: bound[target.lstrip("*")] for target in targets if target.lstrip("*") in bound}

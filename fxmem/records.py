@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 
@@ -112,7 +112,17 @@ class SavedTensors:
     @property
     def kept(self) -> int:
         """Bytes kept beyond parameters, buffers, inputs and outputs, each storage once."""
-        return sum({t.storage: t.nbytes for t in self.tensors if t.kind == "activation"}.values())
+        return sum(self.by_node().values())
+
+    def by_node(self) -> dict[str, int]:
+        """Bytes kept by each node that keeps any, each storage booked on the first node that keeps it."""
+        seen: set[int] = set()
+        booked: dict[str, int] = {}
+        for tensor in self.tensors:
+            if tensor.kind == "activation" and tensor.storage not in seen:
+                seen.add(tensor.storage)
+                booked[tensor.node] = booked.get(tensor.node, 0) + tensor.nbytes
+        return booked
 
 
 @dataclass(frozen=True)
@@ -136,23 +146,57 @@ class Measurement:
 
 
 @dataclass(frozen=True)
+class NodeRow:
+    """What one node keeps, under eager and under fxmem.
+
+    A storage that several nodes keep is booked on the first of them, so that the rows add up to the totals.
+
+    Args:
+        node: name of the node.
+        module: path of the module it comes from, empty at the top.
+        op: short name of the operation.
+        source: file and line of the call in the user's code, where known.
+        eager: bytes that eager keeps here.
+        fxmem: bytes that the rewritten model keeps here.
+        reason: why, as one sentence; empty where no rule speaks of the node.
+        remedy: what the user could do about it, if anything.
+    """
+
+    node: str
+    module: str
+    op: str
+    source: str | None
+    eager: int
+    fxmem: int
+    reason: str
+    remedy: str | None = None
+
+
+@dataclass(frozen=True)
 class MemoryReport:
     """Eager against fxmem for one model and one set of inputs.
 
     Args:
         model: class name of the model.
         inputs: a short description of the inputs.
-        eager: what the untouched model keeps.
-        fxmem: what the rewritten model keeps.
-        decisions: one for every node that a rule speaks of.
+        rows: one for every node that keeps something under eager or fxmem, or that a rule speaks of.
+        eager: bytes that eager keeps between forward and backward beyond parameters, buffers, inputs and outputs.
+        fxmem: bytes that the rewritten model keeps.
         parameters: status of every parameter.
-        measured: measured figures of eager and fxmem, when they were really run.
+        measured: the allocator's figures of eager and fxmem, when they were really run.
     """
 
     model: str
     inputs: str
-    eager: SavedTensors
-    fxmem: SavedTensors
-    decisions: tuple[Decision, ...]
+    rows: tuple[NodeRow, ...]
+    eager: int
+    fxmem: int
     parameters: tuple[ParameterStatus, ...]
-    measured: tuple[Measurement, Measurement] | None = field(default=None)
+    measured: tuple[Measurement, Measurement] | None = None
+
+    LEFT_OUT = "parameters, buffers, inputs, outputs, gradients, optimizer state and what kernels use while they run"
+
+    def __str__(self) -> str:
+        from fxmem.render import as_text
+
+        return as_text(self)

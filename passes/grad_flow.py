@@ -1,7 +1,7 @@
 """Analysis: for every node, whether its value requires grad and because of which parameter or input.
 
-Needs a graph of torch-level calls; example inputs are not needed. Where the input's own status is unknown it is taken to require
-grad, which is the case in which the most is at stake. Changes nothing.
+Needs a graph of torch-level calls; example inputs are not needed. Where the input's own status is unknown it is taken to
+require grad, which is the case in which the most is at stake. Changes nothing.
 """
 
 from __future__ import annotations
@@ -48,10 +48,32 @@ _STOPS_FUNCTIONS = frozenset(
     }
 )
 _STOPS_METHODS = frozenset(
-    "argmax argmin argsort detach dim eq ge gt item le lt ne new_empty new_full new_ones new_zeros numel size stride long int "
-    "bool".split()
+    {
+        "argmax",
+        "argmin",
+        "argsort",
+        "bool",
+        "detach",
+        "dim",
+        "eq",
+        "ge",
+        "gt",
+        "int",
+        "item",
+        "le",
+        "long",
+        "lt",
+        "ne",
+        "new_empty",
+        "new_full",
+        "new_ones",
+        "new_zeros",
+        "numel",
+        "size",
+        "stride",
+    }
 )
-_STOPS_ATTRIBUTES = frozenset("device dtype grad is_cuda ndim shape".split())
+_STOPS_ATTRIBUTES = frozenset(["device", "dtype", "grad", "is_cuda", "ndim", "shape"])
 
 
 def grad_flow(gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, bool] | None = None) -> GradFlow:
@@ -93,9 +115,7 @@ def grad_flow(gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, bool] | None 
         unique = tuple(dict.fromkeys(causes))
         status[node.name] = GradStatus(node.name, bool(unique), unique[: GradStatus.LIMIT])
     parameters = {
-        names[id(p)]: ParameterStatus(
-            names[id(p)], p.requires_grad, p.numel() * p.element_size(), tuple(readers[names[id(p)]])
-        )
+        names[id(p)]: ParameterStatus(names[id(p)], p.requires_grad, p.numel() * p.element_size(), tuple(readers[names[id(p)]]))
         for p in gm.parameters()
     }
     return GradFlow(status, parameters)

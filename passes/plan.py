@@ -1,12 +1,12 @@
 """The plan: which rules to apply where.
 
 Most selective ops keep a part of what torch keeps, or something small and private in place of something private: they are
-applied wherever their rule says that something is won. One kind is different: an op that keeps a packed mask in place of its own
-*output* wins only if nobody else keeps that output. Two ways tell:
+applied wherever their rule says that something is won. One kind is different: an op that keeps a packed mask in place of its
+own *output* wins only if nobody else keeps that output. Two ways tell:
 
-- With an observation (a run on fake tensors in which the other rules are applied already) the keepers of every storage are known.
-  Each such op touches one storage, so storages are independent of one another, and for each there are two choices that matter: all
-  of its keepers take masks, which frees it, or none does. Taking the cheaper one per storage is the minimum.
+- With an observation (a run on fake tensors in which the other rules are applied already) the keepers of every storage are
+  known. Each such op touches one storage, so storages are independent of one another, and for each there are two choices that
+  matter: all of its keepers take masks, which frees it, or none does. Taking the cheaper one per storage is the minimum.
 - From structure alone, an output counts as free when every consumer is known not to keep its operand.
 
 Requires the analysis' result; changes nothing.
@@ -83,7 +83,9 @@ def _choice(gm: nn.Module, node: fx.Node, flow: GradFlow, names: dict[int, str])
     rule, ours = entry
     arguments = bound_arguments(ours, node)
     if arguments is None:
-        return Choice(node, rule, ours, Verdict(False, "not rewritten: it is called with arguments that our form does not take"))
+        return Choice(
+            node, rule, ours, Verdict(False, "not rewritten: it is called with arguments that our form does not take")
+        )
     needs, called = {}, {}
     for name, value in arguments.items():
         nodes = [n for n in torch.utils._pytree.tree_leaves(value) if isinstance(n, fx.Node)]
@@ -252,9 +254,7 @@ _ALIAS: frozenset[Callable[..., Any] | str | type] = frozenset(
 )
 
 
-def _keeper(
-    gm: nn.Module, node: fx.Node, flow: GradFlow, dropped: set[fx.Node], masks: set[fx.Node]
-) -> str | None:
+def _keeper(gm: nn.Module, node: fx.Node, flow: GradFlow, dropped: set[fx.Node], masks: set[fx.Node]) -> str | None:
     """Who may keep the value of ``node``, as the end of a sentence; None if nobody can."""
     for alias in _aliases(gm, node):
         for user in alias.users:

@@ -1,12 +1,16 @@
 """Analysis by observation: what each node asks autograd to keep.
 
-The graph runs on fake tensors inside ``torch.autograd.graph.saved_tensors_hooks``, so no memory is used and no table of what torch
-saves is written by hand. Requires a graph and inputs; changes nothing.
+The graph runs on fake tensors inside ``torch.autograd.graph.saved_tensors_hooks``, so no memory is used and no table of what
+torch saves is written by hand. Requires a graph and inputs; changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,14 +31,29 @@ class _Recorder(fx.Interpreter):
         self.packed: list[tuple[fx.Node, Tensor]] = []
         self.outputs: dict[str, tuple[Any, ...]] = {}
         self.current: fx.Node | None = None
+        self._walked: set[Any] = set()
 
     def run_node(self, n: fx.Node) -> Any:
         self.current = n
         result = super().run_node(n)
-        self.outputs[n.name] = tuple(
-            (tuple(t.shape), t.dtype, tuple(t.stride()), t.device.type) for t in tensors_of(result)
-        )
+        self._collect_numbers(result)
+        self.outputs[n.name] = tuple((tuple(t.shape), t.dtype, tuple(t.stride()), t.device.type) for t in tensors_of(result))
         return result
+
+    def _collect_numbers(self, result: Any) -> None:
+        """Records the Python numbers that autograd keeps as tensors of no dimension; it shows them to no hook."""
+        stack = [t.grad_fn for t in tensors_of(result)]
+        while stack:
+            function = stack.pop()
+            if function is None or function in self._walked:
+                continue
+            self._walked.add(function)
+            stack.extend(following for following, _ in function.next_functions)
+            for name in _saved_attributes(type(function)):
+                value = getattr(function, name)
+                if isinstance(value, Tensor) and not isinstance(value, FakeTensor) and value.dim() == 0:
+                    assert self.current is not None
+                    self.packed.append((self.current, value))
 
     def pack(self, tensor: Tensor) -> Tensor:
         assert self.current is not None
@@ -42,18 +61,40 @@ class _Recorder(fx.Interpreter):
         return tensor
 
 
+@functools.cache
+def _saved_attributes(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_saved_"))
+
+
+@contextmanager
+def _hooks_off(gm: nn.Module) -> Iterator[None]:
+    """Modules without the user's hooks, which must not meet fake tensors; those that make torch's normalized weights stay."""
+    old: list[tuple[nn.Module, str, Any]] = []
+    for module in gm.modules():
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            hooks = vars(module).get(kind)
+            if hooks:
+                own = ((key, hook) for key, hook in hooks.items() if type(hook).__module__.startswith("torch.nn.utils."))
+                old.append((module, kind, hooks))
+                vars(module)[kind] = OrderedDict(own)
+    try:
+        yield
+    finally:
+        for module, kind, hooks in old:
+            vars(module)[kind] = hooks
+
+
+@dataclass(frozen=True)
 class Observation:
     """What one run on fake tensors showed.
 
     Args:
         saved: the tensors kept, node by node.
         metadata: for each node, (shape, dtype, stride, device) of every tensor in its value.
-        storages: for each node, the numbers of the storages it keeps.
     """
 
-    def __init__(self, saved: SavedTensors, metadata: Mapping[str, tuple[Any, ...]]) -> None:
-        self.saved = saved
-        self.metadata = metadata
+    saved: SavedTensors
+    metadata: Mapping[str, tuple[Any, ...]]
 
 
 def observe(gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any]) -> Observation:
@@ -74,12 +115,19 @@ def observe(gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any]) -> Observ
             fakes[id(tensor)] = mode.from_tensor(tensor)
         return fakes[id(tensor)]
 
-    state = {name: fake(t) for name, t in (*gm.named_parameters(remove_duplicate=False), *gm.named_buffers(remove_duplicate=False))}
+    state = {
+        name: fake(t) for name, t in (*gm.named_parameters(remove_duplicate=False), *gm.named_buffers(remove_duplicate=False))
+    }
     fake_inputs = {name: tree_map_only(Tensor, fake, value) for name, value in inputs.items()}
     recorder = _Recorder(gm, graph)
-    args = [fake_inputs[str(n.target)] if str(n.target) in fake_inputs else _default(n) for n in graph.nodes if n.op == "placeholder"]
+    args = [
+        fake_inputs[str(n.target)] if str(n.target) in fake_inputs else _default(n)
+        for n in graph.nodes
+        if n.op == "placeholder"
+    ]
     with (
         mode,
+        _hooks_off(gm),
         torch.enable_grad(),
         _reparametrize_module(gm, state),  # type: ignore[arg-type]
         torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda t: t),

@@ -1,8 +1,8 @@
 """Rewrite: puts the selective-save op in the place of torch's own where the plan says so.
 
 A function or method node gets our function of the same signature. A module node keeps its target; the module there gets our
-subclass, so it shares everything with what it was: parameters, buffers, hooks, flags. Requires a graph whose modules are not shared
-with another model. Ensures that the graph lints. Says whether it changed anything.
+subclass, so it shares everything with what it was: parameters, buffers, hooks, flags. Requires a graph whose modules are not
+shared with another model. Ensures that the graph lints. Says whether it changed anything.
 """
 
 from __future__ import annotations

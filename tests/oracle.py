@@ -39,7 +39,9 @@ def compare_runs(eager: Run, ours: Run) -> None:
     assert torch.equal(eager.rng_state, ours.rng_state), "the random number generator was left in another state"
 
 
-def compare(model: nn.Module, optimized: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> tuple[Run, Run]:
+def compare(
+    model: nn.Module, optimized: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> tuple[Run, Run]:
     """Runs both on the same inputs, asserts that everything agrees and that no more is kept, and returns both runs."""
     eager, ours = run(model, args, kwargs), run(optimized, args, kwargs)
     compare_runs(eager, ours)

@@ -20,7 +20,6 @@ NAMES: tuple[str, ...] = tuple(
 _KWARGS: dict[str, dict[str, Any]] = {
     "vit": {"image_size": 64},
     "vit_h_14": {"image_size": 56},
-    "maxvit_t": {"input_size": (64, 64)},
     "inception_v3": {"init_weights": False},
     "googlenet": {"init_weights": False},
 }
@@ -46,7 +45,7 @@ def build(name: str) -> nn.Module:
     torch.manual_seed(0)
     kwargs = dict(_KWARGS.get(name, _KWARGS["vit"] if name.startswith("vit_") else {}))
     builder: Callable[..., nn.Module] = torchvision.models.get_model_builder(name)
-    if name.endswith("resnet50") and "deeplab" in name or "fcn" in name or "lraspp" in name or "deeplab" in name:
+    if name.startswith(("deeplab", "fcn", "lraspp")):
         kwargs |= {"weights_backbone": None}
     with _quick_init(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -65,7 +64,9 @@ def inputs(name: str) -> tuple[Tensor, ...]:
     elif name in ("r3d_18", "mc3_18", "r2plus1d_18"):
         shape = (2, 3, 4, 32, 32)
     elif "inception" in name:
-        shape = (2, 3, 96, 96)
+        shape = (2, 3, 128, 128)
+    elif name == "maxvit_t":
+        shape = (1, 3, 224, 224)
     elif name == "vit_h_14":
         shape = (2, 3, 56, 56)
     else:

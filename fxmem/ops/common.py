@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.overrides import has_torch_function
 
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)
+# AOTAutograd wraps the plain tensors of the graphs that it traces in FunctionalTensor.
+_PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
 
 
 def intercepted(*operands: object) -> bool:
@@ -58,7 +60,9 @@ def is_leaf_memory(tensor: Tensor) -> bool:
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """The dtype to which autocast would cast ``tensor`` for a matrix product or convolution here, or None."""
     device = tensor.device.type
-    if not torch.is_autocast_enabled(device) or not tensor.is_floating_point() or tensor.dtype is torch.float64:
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return None
+    if not tensor.is_floating_point() or tensor.dtype is torch.float64:
         return None
     return torch.get_autocast_dtype(device)
 

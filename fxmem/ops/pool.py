@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,61 +25,94 @@ aten = torch.ops.aten
 _BLOCK = 1 << 17
 
 
+_library = torch.library.Library("fxmem", "FRAGMENT")
+_WINDOWS = "SymInt[] firsts, SymInt[] counts, SymInt[] steps, SymInt[] widths, SymInt[] sizes"
+_library.define(f"window_offsets(Tensor indices, {_WINDOWS}) -> Tensor")
+_library.define(f"window_indices(Tensor offsets, {_WINDOWS}) -> Tensor")
+
+
+@dataclass(frozen=True)
 class _Windows:
     """Where the windows of one max pooling lie in a plane.
 
     An index into the plane is the origin of the window plus one of few distances; an offset numbers the distances.
 
     Args:
-        firsts: per spatial dimension, the input index at which each window starts; negative in the padding.
+        firsts: the input index at which each window starts, of all spatial dimensions in turn; negative in the padding.
+        counts: per spatial dimension, the number of windows.
         steps: per dimension, the distance between a window's elements.
         widths: per dimension, the number of a window's elements.
         sizes: per dimension, the input's size.
     """
 
-    def __init__(self, firsts: list[list[int]], steps: list[int], widths: list[int], sizes: Sequence[int]) -> None:
-        self.firsts = firsts
-        self.planes = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]
-        places = itertools.product(*(range(0, w * s, s) for w, s in zip(widths, steps, strict=True)))
-        self.distances = [sum(i * p for i, p in zip(place, self.planes, strict=True)) for place in places]
+    firsts: list[int]
+    counts: list[int]
+    steps: list[int]
+    widths: list[int]
+    sizes: list[int]
 
-    def _origins(self, like: Tensor) -> Tensor:
+    def arguments(self) -> tuple[list[int], ...]:
+        """As the registered ops take it."""
+        return (self.firsts, self.counts, self.steps, self.widths, self.sizes)
+
+    @property
+    def _planes(self) -> list[int]:
+        return [math.prod(self.sizes[d + 1 :]) for d in range(len(self.sizes))]
+
+    def distances(self) -> list[int]:
+        """The distance from a window's origin for each offset."""
+        places = itertools.product(*(range(0, w * s, s) for w, s in zip(self.widths, self.steps, strict=True)))
+        return [sum(i * p for i, p in zip(place, self._planes, strict=True)) for place in places]
+
+    def origins(self, device: torch.device) -> Tensor:
         """The index of every window's origin, int64, in the shape of the output's spatial dimensions."""
-        total = torch.zeros((), dtype=torch.int64, device=like.device)
-        for dim, (first, plane) in enumerate(zip(self.firsts, self.planes, strict=True)):
-            after = len(self.firsts) - 1 - dim
-            total = total + torch.tensor(first, device=like.device).mul_(plane).view(-1, *[1] * after)
+        total = torch.zeros((), dtype=torch.int64, device=device)
+        firsts = iter(self.firsts)
+        for dim, (count, plane) in enumerate(zip(self.counts, self._planes, strict=True)):
+            first = torch.tensor([f * plane for f in itertools.islice(firsts, count)], device=device, dtype=torch.int64)
+            total = total + first.view(-1, *[1] * (len(self.counts) - 1 - dim))
         return total
 
-    def to_offsets(self, indices: Tensor) -> Tensor:
-        """Indices into the plane, int64 (..., *out), as uint8 offsets into the windows, in the same layout."""
-        out = torch.empty_like(indices, dtype=torch.uint8)
-        origins = self._origins(indices)
-        # Two places at the same distance have the same index: either number brings it back.
-        number = torch.zeros(max(self.distances) + 1, dtype=torch.uint8, device=indices.device)
-        number[torch.tensor(self.distances, device=indices.device)] = torch.arange(
-            len(self.distances), dtype=torch.uint8, device=indices.device
-        )
-        rows = indices.shape[0]
-        if indices.device.type == "cpu" and indices.numel() > _BLOCK:
-            rows = max(1, _BLOCK * rows // indices.numel())
-        for part, target in zip(indices.split(rows), out.split(rows), strict=True):
-            torch.index_select(number, 0, _flat(part.sub(origins)), out=_flat(target))
-        return out
 
-    def to_indices(self, offsets: Tensor) -> Tensor:
-        """The inverse of ``to_offsets``."""
-        out = torch.empty_like(offsets, dtype=torch.int64)
-        distance = torch.tensor(self.distances, device=offsets.device)
-        flat, flat_out = _flat(offsets), _flat(out)
-        block = _BLOCK if offsets.device.type == "cpu" else max(flat.numel(), 1)
-        for part, target in zip(flat.split(block), flat_out.split(block), strict=True):
-            torch.index_select(distance, 0, part.to(torch.int32), out=target)
-        return out.add_(self._origins(offsets))
+def _offsets_impl(indices: Tensor, *windows: list[int]) -> Tensor:
+    where = _Windows(*windows)
+    out = torch.empty_like(indices, dtype=torch.uint8)
+    origins, distances = where.origins(indices.device), torch.tensor(where.distances(), device=indices.device)
+    # Two places at the same distance have the same index: either number brings it back.
+    number = torch.zeros(int(max(where.distances())) + 1, dtype=torch.uint8, device=indices.device)
+    number[distances] = torch.arange(distances.numel(), dtype=torch.uint8, device=indices.device)
+    rows = indices.shape[0]
+    if indices.device.type == "cpu" and indices.numel() > _BLOCK:
+        rows = max(1, _BLOCK * rows // indices.numel())
+    for part, target in zip(indices.split(rows), out.split(rows), strict=True):
+        torch.index_select(number, 0, _flat(part.sub(origins)), out=_flat(target))
+    return out
+
+
+def _indices_impl(offsets: Tensor, *windows: list[int]) -> Tensor:
+    where = _Windows(*windows)
+    out = torch.empty_like(offsets, dtype=torch.int64)
+    distances = torch.tensor(where.distances(), device=offsets.device)
+    flat, flat_out = _flat(offsets), _flat(out)
+    block = _BLOCK if offsets.device.type == "cpu" else max(flat.numel(), 1)
+    for part, target in zip(flat.split(block), flat_out.split(block), strict=True):
+        torch.index_select(distances, 0, part.to(torch.int32), out=target)
+    return out.add_(where.origins(offsets.device))
 
 
 def _flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("window_offsets", _offsets_impl, _device)
+    _library.impl("window_indices", _indices_impl, _device)
+torch.library.register_fake(
+    "fxmem::window_offsets", lambda indices, *_: torch.empty_like(indices, dtype=torch.uint8), lib=_library
+)
+torch.library.register_fake(
+    "fxmem::window_indices", lambda offsets, *_: torch.empty_like(offsets, dtype=torch.int64), lib=_library
+)
 
 
 _MOST = 256  # that an offset of one byte can tell apart
@@ -91,14 +125,14 @@ class _MaxPool(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, forward: Any, backward: Any, windows: Any, *options: Any) -> Tensor:
         output, indices = forward(input, *options)
         ctx.layout, ctx.backward, ctx.options = Layout.of(input), backward, options
-        ctx.windows = windows(output)
-        ctx.save_for_backward(ctx.windows.to_offsets(indices))
+        ctx.windows = windows(output).arguments()
+        ctx.save_for_backward(torch.ops.fxmem.window_offsets(indices, *ctx.windows))
         return output  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (offsets,) = ctx.saved_tensors
-        indices = ctx.windows.to_indices(offsets)
+        indices = torch.ops.fxmem.window_indices(offsets, *ctx.windows)
         options = ctx.options if ctx.backward not in _ADAPTIVE_BACKWARD else ()
         grad_input = ctx.backward(grad, ctx.layout.stand_in(grad), *options, indices)
         return (grad_input, None, None, None, *(None for _ in ctx.options))
@@ -175,9 +209,9 @@ def _make_max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..., Any]:
             return torch_op()
 
         def windows(output: Tensor) -> _Windows:
-            counts = output.shape[-dims:]
-            firsts = [[o * s - p for o in range(n)] for n, s, p in zip(counts, strides, paddings, strict=True)]
-            return _Windows(firsts, dilations, kernel, sizes)
+            counts = list(output.shape[-dims:])
+            firsts = [o * s - p for n, s, p in zip(counts, strides, paddings, strict=True) for o in range(n)]
+            return _Windows(firsts, counts, dilations, kernel, list(sizes))
 
         options = (
             _pad(kernel, dims, 1),
@@ -207,7 +241,7 @@ def _make_adaptive_max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..
         widths = [max((b - a for a, b in zip(f, e, strict=True)), default=1) for f, e in zip(firsts, ends, strict=True)]
         if 0 in counts or math.prod(widths) > _MOST:
             return stock(input, output_size, return_indices)
-        windows = _Windows(firsts, [1] * dims, widths, sizes)
+        windows = _Windows([f for dim in firsts for f in dim], counts, [1] * dims, widths, list(sizes))
         options = _pad(counts, dims, 1)
         return _lifted(lambda x: _MaxPool.apply(x, forward, backward, lambda _: windows, options), input, dims)
 
