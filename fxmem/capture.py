@@ -103,6 +103,10 @@ for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "
     setattr(_Proxy, f"__{_name}__", _inplace(getattr(operator, f"__{_name}__")))
 
 
+# Torch's own layers whose forward branches on its input: a user's subclass that calls it is a leaf as they are.
+_UNTRACEABLE = (nn.modules.batchnorm._NormBase, nn.RNNBase, nn.MultiheadAttention)
+
+
 class _Tracer(fx.Tracer):
     """Symbolic tracer that refuses what a graph cannot express rather than baking it in."""
 
@@ -115,6 +119,8 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if super().is_leaf_module(m, module_qualified_name) or type(m).__module__.startswith("fxmem.ops."):
+            return True
+        if isinstance(m, _UNTRACEABLE):
             return True
         reason = None
         if _has_hooks(m):

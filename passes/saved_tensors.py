@@ -129,7 +129,8 @@ def observe(gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any]) -> Observ
         mode,
         _hooks_off(gm),
         torch.enable_grad(),
-        _reparametrize_module(gm, state),  # type: ignore[arg-type]
+        # A module under two names is swapped twice: only the reverse order brings the real tensors back.
+        _reparametrize_module(gm, state, stack_weights=True),  # type: ignore[arg-type]
         torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda t: t),
         torch.random.fork_rng(devices=[]),
     ):

@@ -66,8 +66,7 @@ def _convolutions() -> list[Case]:
     cases = []
     for dims in (1, 2, 3):
         x, w, b = (
-            operand(*s, dtype=DOUBLE, seed=i)
-            for i, s in enumerate(((2, 2, *SPATIAL[:dims]), (2, 2, *[3] * dims), (2,)))
+            operand(*s, dtype=DOUBLE, seed=i) for i, s in enumerate(((2, 2, *SPATIAL[:dims]), (2, 2, *[3] * dims), (2,)))
         )
         for name in (f"conv{dims}d", f"conv_transpose{dims}d"):
             stock, ours = getattr(F, name), getattr(conv, name)
@@ -78,9 +77,7 @@ def _convolutions() -> list[Case]:
 def _norms() -> list[Case]:
     cases = []
     for dims in (0, 1, 2, 3):
-        x, mean, var, w, b = (
-            operand(*s, dtype=DOUBLE, seed=i) for i, s in enumerate(((2, 3, *SPATIAL[:dims]), *[(3,)] * 4))
-        )
+        x, mean, var, w, b = (operand(*s, dtype=DOUBLE, seed=i) for i, s in enumerate(((2, 3, *SPATIAL[:dims]), *[(3,)] * 4)))
         tensors = (x, mean, var.abs() + 0.5, w, b)
         mask = (True, False, False, False, True)
         cases.append(Case(f"batch_norm, {dims}d", F.batch_norm, batch_norm.batch_norm, tensors, mask, 0))

@@ -124,9 +124,7 @@ def test_empty_and_missing_batch(stock: Any, ours: Any, dims: int, batch: int | 
 @conv_forms
 @pytest.mark.parametrize("batch", [2, None])
 @pytest.mark.parametrize(("padding", "kernel", "dilation"), [("same", 3, 1), ("same", 4, 2), ("valid", 3, 1)])
-def test_named_padding(
-    stock: Any, ours: Any, dims: int, padding: str, kernel: int, dilation: int, batch: int | None
-) -> None:
+def test_named_padding(stock: Any, ours: Any, dims: int, padding: str, kernel: int, dilation: int, batch: int | None) -> None:
     options = {"padding": padding, "dilation": dilation}
     compare_all(bind(stock, **options), bind(ours, **options), operands(dims, kernel=kernel, batch=batch))
 
@@ -193,9 +191,7 @@ def test_under_autocast(stock: Any, ours: Any, dims: int, dtype: torch.dtype) ->
 
 
 def after_an_activation(op: Any) -> Any:
-    return lambda x, w, b: op(
-        x.neg(), w, b
-    )  # the derivative of neg keeps nothing, so the input is the convolution's own
+    return lambda x, w, b: op(x.neg(), w, b)  # the derivative of neg keeps nothing, so the input is the convolution's own
 
 
 @every_form
