@@ -96,9 +96,7 @@ def _forward(module: Any, stock: Any, input: Tensor) -> Tensor:
     if module.training or module.running_mean is None or module.running_var is None:
         return stock(input)  # type: ignore[no-any-return]
     module._check_input_dim(input)
-    return batch_norm(
-        input, module.running_mean, module.running_var, module.weight, module.bias, False, 0.0, module.eps
-    )
+    return batch_norm(input, module.running_mean, module.running_var, module.weight, module.bias, False, 0.0, module.eps)
 
 
 class SelectiveBatchNorm1d(nn.BatchNorm1d):

@@ -190,9 +190,7 @@ def _make_conv_transpose(dims: int, stock: Callable[..., Tensor]) -> Callable[..
 def _document(function: Callable[..., Tensor], stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
     name = stock.__name__
     function.__name__ = function.__qualname__ = name
-    function.__doc__ = (
-        f"``torch.nn.functional.{name}`` that keeps its input only for a trainable weight; same arguments."
-    )
+    function.__doc__ = f"``torch.nn.functional.{name}`` that keeps its input only for a trainable weight; same arguments."
     return function
 
 
@@ -204,9 +202,7 @@ conv_transpose2d = _make_conv_transpose(2, F.conv_transpose2d)
 conv_transpose3d = _make_conv_transpose(3, F.conv_transpose3d)
 
 
-def _module_conv(
-    module: Any, conv: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None
-) -> Tensor:
+def _module_conv(module: Any, conv: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     padding = module.padding
     if module.padding_mode != "zeros":
         input = F.pad(input, module._reversed_padding_repeated_twice, mode=module.padding_mode)
@@ -241,9 +237,7 @@ def _module_conv_transpose(
     padding = module._output_padding(
         input, output_size, module.stride, module.padding, module.kernel_size, dims, module.dilation
     )
-    return conv(
-        input, module.weight, module.bias, module.stride, module.padding, padding, module.groups, module.dilation
-    )
+    return conv(input, module.weight, module.bias, module.stride, module.padding, padding, module.groups, module.dilation)
 
 
 class SelectiveConvTranspose1d(nn.ConvTranspose1d):

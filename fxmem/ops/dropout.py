@@ -67,12 +67,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
             dropout, (input,), input, p=p, training=training, inplace=inplace
         )
     served = training and 0 < p < 1 and input.is_floating_point() and input.numel() > 0
-    if (
-        not served
-        or not engaged(input)
-        or (inplace and is_leaf_memory(input))
-        or input.device.type not in ("cpu", "cuda")
-    ):
+    if not served or not engaged(input) or (inplace and is_leaf_memory(input)) or input.device.type not in ("cpu", "cuda"):
         return F.dropout(input, p, training, inplace)
     return _Dropout.apply(input, p, inplace)  # type: ignore[no-any-return]
 

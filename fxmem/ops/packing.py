@@ -283,8 +283,7 @@ def _derive(op: Callable[..., Tensor]) -> Callable[..., Any]:
 def _batch(op: Callable[..., Tensor]) -> Callable[..., Any]:
     def batched(info: Any, in_dims: Any, grad: Tensor, packed: Tensor, *rest: Any) -> tuple[Tensor, int]:
         grads, masks = (
-            [t] * info.batch_size if dim is None else t.unbind(dim)
-            for t, dim in zip((grad, packed), in_dims, strict=False)
+            [t] * info.batch_size if dim is None else t.unbind(dim) for t, dim in zip((grad, packed), in_dims, strict=False)
         )
         return torch.stack([op(g, m, *rest) for g, m in zip(grads, masks, strict=True)]), 0
 
