@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.overrides import handle_torch_function
 
-from fxmem.ops.common import NO_GRADIENT, Layout, Rule, Site, Verdict, engaged
+from fxmem.ops.common import NO_GRADIENT, Layout, Rule, Site, Verdict, engaged, intercepted
 
 
 class _BatchNormEval(torch.autograd.Function):
@@ -32,15 +32,16 @@ class _BatchNormEval(torch.autograd.Function):
         mean, var, weight = ctx.saved_tensors
         # With fixed statistics the kernel makes the input's gradient of grad alone, but reads an input on the way, for
         # sums that only a weight gradient needs. Any tensor of the input's layout does: grad itself if it can.
-        same = Layout.of(grad) == ctx.layout
+        fits = Layout.of(grad) == ctx.layout and not grad.requires_grad
+        unused = mean.new_empty(0)  # the batch's own statistics, as torch's eval mode saves them
         grad_input, _, grad_bias = torch.ops.aten.native_batch_norm_backward(
             grad,
-            grad.detach() if same else ctx.layout.stand_in(grad),
+            grad if fits else ctx.layout.stand_in(grad),
             weight,
             mean,
             var,
-            None,
-            None,
+            unused,
+            unused,
             False,
             ctx.eps,
             [ctx.needs_input_grad[0], False, ctx.needs_input_grad[4]],
@@ -71,7 +72,7 @@ def batch_norm(
         eps: added to the variance.
     """
     operands = (input, running_mean, running_var, weight, bias)
-    if has_torch_function_variadic(*operands):
+    if intercepted(*operands):
         return handle_torch_function(  # type: ignore[no-any-return]
             batch_norm,
             operands,

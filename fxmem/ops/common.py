@@ -11,9 +11,23 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+from torch.overrides import has_torch_function
 
 # AOTAutograd wraps the plain tensors of the graphs that it traces in FunctionalTensor.
 _PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
+
+
+def intercepted(*operands: object) -> bool:
+    """Whether ``__torch_function__`` should be shown our own function: under a mode, and for a tracer's proxies.
+
+    A tensor subclass is not: it falls through to torch's function, which it may know by identity.
+
+    Args:
+        operands: the operands of the call.
+    """
+    if any(isinstance(t, Tensor) and type(t) not in _PLAIN for t in operands):
+        return False
+    return has_torch_function(operands)
 
 
 def engaged(*tensors: Tensor | None) -> bool:
@@ -35,6 +49,12 @@ def engaged(*tensors: Tensor | None) -> bool:
             return False
         needed = needed or t.requires_grad
     return needed and not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
+
+
+def is_leaf_memory(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a leaf or a view of one: autograd refuses to change those in place."""
+    base = tensor._base
+    return tensor.is_leaf or (base is not None and base.is_leaf)
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
@@ -77,11 +97,13 @@ class Layout:
         Args:
             like: a tensor on the device to use.
         """
-        if like.device.type == "cpu" and type(like) in (Tensor, nn.Parameter) and 0 not in self.shape:
+        if 0 in self.shape:
+            return like.new_empty_strided(self.shape, self.stride, dtype=self.dtype)
+        if like.device.type == "cpu" and type(like) in (Tensor, nn.Parameter):
             extent = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
             pages = mmap.mmap(-1, extent * self.dtype.itemsize)
             return torch.frombuffer(pages, dtype=self.dtype).as_strided(self.shape, self.stride)
-        if len(self.shape) in (4, 5) and 0 not in self.shape and self.stride[1] == 1 and self.shape[1] > 1:
+        if len(self.shape) in (4, 5) and self.stride[1] == 1 and self.shape[1] > 1:
             # Channels-last is recognised by its strides alone, and all-zero strides read as contiguous.
             small = [1] * len(self.shape)
             small[0], small[2] = self.shape[0], self.shape[2]
@@ -90,7 +112,7 @@ class Layout:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements of ``tensor`` fill one gapless stretch of memory, each address once, in any order of dims."""
+    """Whether the elements of ``tensor`` fill one stretch of memory, each address once, in any order of dims."""
     if tensor.is_contiguous():
         return True
     expected = 1

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.overrides import handle_torch_function
 
 from fxmem.ops.common import (
     NO_GRADIENT,
@@ -23,6 +23,7 @@ from fxmem.ops.common import (
     autocast_dtype,
     cast,
     engaged,
+    intercepted,
     ntuple,
 )
 
@@ -118,7 +119,7 @@ def _make_conv(dims: int, stock: Callable[..., Tensor]) -> Callable[..., Tensor]
         dilation: int | Sequence[int] = 1,
         groups: int = 1,
     ) -> Tensor:
-        if has_torch_function_variadic(input, weight, bias):
+        if intercepted(input, weight, bias):
             return handle_torch_function(  # type: ignore[no-any-return]
                 conv,
                 (input, weight, bias),
@@ -130,12 +131,13 @@ def _make_conv(dims: int, stock: Callable[..., Tensor]) -> Callable[..., Tensor]
                 dilation=dilation,
                 groups=groups,
             )
-        if not _served(input, weight, bias, dims) or weight.requires_grad:
+        named = not isinstance(padding, str) or padding in ("same", "valid")
+        if not named or not _served(input, weight, bias, dims) or weight.requires_grad:
             return stock(input, weight, bias, stride, padding, dilation, groups)
         strides, dilations = ntuple(stride, dims), ntuple(dilation, dims)
         if padding == "same":
             input, paddings = _same_padding(input, weight, strides, dilations)
-        elif isinstance(padding, str):
+        elif padding == "valid":
             paddings = [0] * dims
         else:
             paddings = ntuple(padding, dims)
@@ -155,7 +157,7 @@ def _make_conv_transpose(dims: int, stock: Callable[..., Tensor]) -> Callable[..
         groups: int = 1,
         dilation: int | Sequence[int] = 1,
     ) -> Tensor:
-        if has_torch_function_variadic(input, weight, bias):
+        if intercepted(input, weight, bias):
             return handle_torch_function(  # type: ignore[no-any-return]
                 conv_transpose,
                 (input, weight, bias),
@@ -188,7 +190,9 @@ def _make_conv_transpose(dims: int, stock: Callable[..., Tensor]) -> Callable[..
 def _document(function: Callable[..., Tensor], stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
     name = stock.__name__
     function.__name__ = function.__qualname__ = name
-    function.__doc__ = f"``torch.nn.functional.{name}`` that keeps its input only for a trainable weight; same arguments."
+    function.__doc__ = (
+        f"``torch.nn.functional.{name}`` that keeps its input only for a trainable weight; same arguments."
+    )
     return function
 
 
@@ -200,7 +204,9 @@ conv_transpose2d = _make_conv_transpose(2, F.conv_transpose2d)
 conv_transpose3d = _make_conv_transpose(3, F.conv_transpose3d)
 
 
-def _module_conv(module: Any, conv: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _module_conv(
+    module: Any, conv: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
     padding = module.padding
     if module.padding_mode != "zeros":
         input = F.pad(input, module._reversed_padding_repeated_twice, mode=module.padding_mode)

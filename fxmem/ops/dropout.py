@@ -1,7 +1,7 @@
 """Dropout: one bit per element in place of the noise.
 
-On CPU torch keeps the noise as floats, on CUDA as one byte per element. The random numbers drawn are torch's own, in the
-same order, and the generator ends in the same state.
+On CPU torch keeps the noise as floats, on CUDA as one byte per element. The random numbers drawn are torch's own, in
+the same order, and the generator ends in the same state.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.overrides import handle_torch_function
 
-from fxmem.ops.common import NO_GRADIENT, Rule, Site, Verdict, engaged, is_dense
+from fxmem.ops.common import NO_GRADIENT, Rule, Site, Verdict, engaged, intercepted, is_dense, is_leaf_memory
 from fxmem.ops.packing import dense_stride, pack_nonzero, scale_backward
 
 
@@ -46,22 +46,7 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         (packed,) = ctx.saved_tensors
-        return _Scale.apply(grad, packed, ctx.stride, ctx.scale), None, None
-
-
-class _Scale(torch.autograd.Function):
-    """The derivative, which is its own derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, packed: Tensor, stride: tuple[int, ...], scale: float) -> Tensor:
-        ctx.stride, ctx.scale = stride, scale
-        ctx.save_for_backward(packed)
-        return scale_backward(grad, packed, stride, scale)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        (packed,) = ctx.saved_tensors
-        return _Scale.apply(grad, packed, ctx.stride, ctx.scale), None, None, None
+        return scale_backward(grad, packed, ctx.stride, ctx.scale), None, None
 
 
 def _is_fake(tensor: Tensor) -> bool:
@@ -77,12 +62,17 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
         training: whether to drop at all.
         inplace: whether to overwrite ``input``.
     """
-    if has_torch_function_unary(input):
+    if intercepted(input):
         return handle_torch_function(  # type: ignore[no-any-return]
             dropout, (input,), input, p=p, training=training, inplace=inplace
         )
     served = training and 0 < p < 1 and input.is_floating_point() and input.numel() > 0
-    if not served or not engaged(input) or input.device.type not in ("cpu", "cuda"):
+    if (
+        not served
+        or not engaged(input)
+        or (inplace and is_leaf_memory(input))
+        or input.device.type not in ("cpu", "cuda")
+    ):
         return F.dropout(input, p, training, inplace)
     return _Dropout.apply(input, p, inplace)  # type: ignore[no-any-return]
 

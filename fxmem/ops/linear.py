@@ -1,7 +1,7 @@
 """Linear: under autocast, no low-precision copy of a frozen weight.
 
-Torch's own linear already keeps its input only for a trainable weight. Under autocast, though, it keeps the low-precision
-copy of every weight; here the weight itself is kept, which costs nothing, and cast again in backward.
+Torch's own linear already keeps its input only for a trainable weight. Under autocast, though, it keeps the
+low-precision copy of every weight; here the weight itself is kept, which costs nothing, and cast again in backward.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.overrides import handle_torch_function
 
-from fxmem.ops.common import NO_GRADIENT, Rule, Site, Verdict, autocast_dtype, cast, engaged
+from fxmem.ops.common import NO_GRADIENT, Rule, Site, Verdict, autocast_dtype, cast, engaged, intercepted
 
 
 class _Linear(torch.autograd.Function):
@@ -22,6 +22,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         ctx.dtype = dtype
+        ctx.column_major = input.dim() == 2 and input.stride() == (1, input.shape[0])
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None)
         with torch.autocast(input.device.type, enabled=False):
@@ -32,7 +33,9 @@ class _Linear(torch.autograd.Function):
         (weight,) = ctx.saved_tensors
         grad_input = grad_bias = None
         if weight is not None:
-            grad_input = torch.matmul(grad, weight.to(ctx.dtype))
+            weight = weight.to(ctx.dtype)
+            # Torch gives the gradient of a matrix product the layout of the operand.
+            grad_input = weight.t().mm(grad.t()).t() if ctx.column_major else torch.matmul(grad, weight)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum_to_size(grad.shape[-1:]).to(ctx.bias_dtype)
         return grad_input, None, grad_bias, None
@@ -46,7 +49,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         weight: (out_features, in_features).
         bias: (out_features), or None.
     """
-    if has_torch_function_variadic(input, weight, bias):
+    if intercepted(input, weight, bias):
         return handle_torch_function(linear, (input, weight, bias), input, weight, bias)  # type: ignore[no-any-return]
     dtype = autocast_dtype(input)
     served = dtype is not None and weight.dtype not in (dtype, torch.float64) and weight.is_floating_point()

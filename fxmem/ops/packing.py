@@ -1,9 +1,9 @@
 """One bit per element: packing the mask that backward needs in place of a tensor.
 
-The elements are taken in the order in which they lie in memory and cut into blocks of ``BLOCK``. Within a block of ``8 m``
-elements (the last one padded), bit ``j`` of byte ``i`` belongs to element ``j m + i``. With this order packing is a
-matrix-vector product with the powers of two, unpacking a broadcast bitwise and, and both run through the cache block by
-block: the temporaries stay below a megabyte whatever the size of the tensor.
+The elements are taken in the order in which they lie in memory and cut into blocks of ``BLOCK``. Within a block of
+``8 m`` elements (the last one padded), bit ``j`` of byte ``i`` belongs to element ``j m + i``. With this order packing
+is a matrix-vector product with the powers of two, unpacking a broadcast bitwise and, and both run through the cache
+block by block: the temporaries stay below a megabyte whatever the size of the tensor.
 
 The entry points are registered with ``torch.library``, so fake tensors, tracers and partitioners see one op each.
 """
@@ -11,7 +11,8 @@ The entry points are registered with ``torch.library``, so fake tensors, tracers
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +29,8 @@ _library.define("unpack(Tensor packed, SymInt[] size, SymInt[] stride, ScalarTyp
 _library.define("threshold_backward(Tensor grad, Tensor packed, SymInt[] stride) -> Tensor")
 _library.define("scale_backward(Tensor grad, Tensor packed, SymInt[] stride, float scale) -> Tensor")
 
-# A float whose only set bit is one of its exponent bits is positive, so eight of them in turn are what the eight bits of
-# a byte unpack to. (float16 has five exponent bits; its other three are subnormal and positive all the same.)
+# A float whose only set bit is one of its exponent bits is positive, so eight of them in turn are what the eight bits
+# of a byte unpack to. (float16 has five exponent bits; its other three are subnormal and positive all the same.)
 _INTEGER = {2: (torch.int16, 7), 4: (torch.int32, 23), 8: (torch.int64, 52)}
 
 
@@ -152,10 +153,11 @@ def _pack_flat(flat: Tensor, relu_of: Tensor | None) -> Tensor:
         shifts = torch.arange(8, dtype=torch.uint8, device=flat.device)
         return torch.sum(mask.view(8, -1).bitwise_left_shift_(shifts[:, None]), 0, dtype=torch.uint8, out=out)
     work = torch.float64 if flat.dtype is torch.float64 else torch.float32
-    powers = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0], dtype=work)
-    mask = torch.empty(min(BLOCK, 8 * out.numel()), dtype=work)
+    # Devices are named throughout: the default device may be another one.
+    powers = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0], dtype=work, device=flat.device)
+    mask = torch.empty(min(BLOCK, 8 * out.numel()), dtype=work, device=flat.device)
     columns = mask.view(8, -1).t()
-    sums = torch.empty(columns.shape[0], dtype=work)
+    sums = torch.empty(columns.shape[0], dtype=work, device=flat.device)
     sources = flat.split(BLOCK) if relu_of is None else relu_of.split(BLOCK)
     for block, source, packed in zip(flat.split(BLOCK), sources, out.split(BLOCK // 8), strict=True):
         if relu_of is not None:
@@ -242,11 +244,11 @@ def _unpack_fake(packed: Tensor, size: list[int], stride: list[int], dtype: torc
 
 
 def _threshold_backward_fake(grad: Tensor, packed: Tensor, stride: list[int]) -> Tensor:
-    return torch.empty_like(grad)
+    return torch.ops.aten.threshold_backward(grad, grad.new_empty_strided(grad.shape, stride), 0)  # type: ignore[no-any-return]
 
 
 def _scale_backward_fake(grad: Tensor, packed: Tensor, stride: list[int], scale: float) -> Tensor:
-    return torch.empty_like(grad)
+    return grad * grad.new_empty_strided(grad.shape, stride)
 
 
 for _name, _impl, _fake in (
@@ -260,3 +262,36 @@ for _name, _impl, _fake in (
     _library.impl(_name, _impl, "CPU")
     _library.impl(_name, _impl, "CUDA")
     torch.library.register_fake(f"fxmem::{_name}", _fake, lib=_library)
+
+
+# The two derivatives are linear in grad and each its own derivative, so they differentiate any number of times.
+
+
+def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, packed, *ctx.rest = inputs
+    ctx.save_for_backward(packed)
+
+
+def _derive(op: Callable[..., Tensor]) -> Callable[..., Any]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (packed,) = ctx.saved_tensors
+        return op(grad, packed, *ctx.rest), None, *(None for _ in ctx.rest)
+
+    return backward
+
+
+def _batch(op: Callable[..., Tensor]) -> Callable[..., Any]:
+    def batched(info: Any, in_dims: Any, grad: Tensor, packed: Tensor, *rest: Any) -> tuple[Tensor, int]:
+        grads, masks = (
+            [t] * info.batch_size if dim is None else t.unbind(dim)
+            for t, dim in zip((grad, packed), in_dims, strict=False)
+        )
+        return torch.stack([op(g, m, *rest) for g, m in zip(grads, masks, strict=True)]), 0
+
+    return batched
+
+
+for _op in (threshold_backward, scale_backward):
+    _qualified = f"fxmem::{_op.__name__}"
+    torch.library.register_autograd(_qualified, _derive(_op), setup_context=_save_packed, lib=_library)
+    torch.library.register_vmap(_qualified, _batch(_op), lib=_library)

@@ -1,8 +1,8 @@
 """Pooling: the input only for its shape, and a maximum's position as one byte within its window.
 
-Average pooling's derivative is made of the incoming gradient and the input's shape. Max pooling's needs to know which element
-of each window won: torch keeps an index of 64 bits into the whole plane, and the input for its shape. The place within the
-window fits in a byte.
+Average pooling's derivative is made of the incoming gradient and the input's shape. Max pooling's needs to know which
+element of each window won: torch keeps an index of 64 bits into the whole plane, and the input for its shape. The place
+within the window fits in a byte.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.overrides import handle_torch_function
 
-from fxmem.ops.common import NO_GRADIENT, Layout, Rule, Site, Verdict, engaged, ntuple
+from fxmem.ops.common import NO_GRADIENT, Layout, Rule, Site, Verdict, engaged, intercepted, ntuple
 
 aten = torch.ops.aten
 
@@ -151,6 +151,8 @@ class _AvgPool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # Nothing is saved, but to ask for it is what makes a second backward raise as torch's own does.
+        _ = ctx.saved_tensors
         options = ctx.options if ctx.backward in (aten.avg_pool2d_backward, aten.avg_pool3d_backward) else ()
         grad_input = ctx.backward(grad, ctx.layout.stand_in(grad), *options)
         return (grad_input, None, None, *(None for _ in ctx.options))
@@ -181,7 +183,7 @@ def _make_max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..., Any]:
         ceil_mode: bool = False,
         return_indices: bool = False,
     ) -> Any:
-        if has_torch_function_unary(input):
+        if intercepted(input):
             return handle_torch_function(
                 max_pool,
                 (input,),
@@ -218,9 +220,7 @@ def _make_max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..., Any]:
             _pad(dilations, dims, 1),
             ceil_mode,
         )
-        return _lifted(
-            lambda x: _MaxPool.apply(x, forward, backward, windows, *options), input, dims
-        )
+        return _lifted(lambda x: _MaxPool.apply(x, forward, backward, windows, *options), input, dims)
 
     return _document(max_pool, f"max_pool{dims}d", "keeps one byte per output element")
 
@@ -230,10 +230,8 @@ def _make_adaptive_max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..
     backward = aten.adaptive_max_pool3d_backward if dims == 3 else aten.adaptive_max_pool2d_backward
 
     def adaptive_max_pool(input: Tensor, output_size: Any, return_indices: bool = False) -> Any:
-        if has_torch_function_unary(input):
-            return handle_torch_function(
-                adaptive_max_pool, (input,), input, output_size, return_indices=return_indices
-            )
+        if intercepted(input):
+            return handle_torch_function(adaptive_max_pool, (input,), input, output_size, return_indices=return_indices)
         if return_indices or not _served(input, dims):
             return stock(input, output_size, return_indices)
         sizes = input.shape[-dims:]
@@ -241,7 +239,7 @@ def _make_adaptive_max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..
         firsts = [[o * n // c for o in range(c)] for n, c in zip(sizes, counts, strict=True)]
         ends = [[-(-(o + 1) * n // c) for o in range(c)] for n, c in zip(sizes, counts, strict=True)]
         widths = [max((b - a for a, b in zip(f, e, strict=True)), default=1) for f, e in zip(firsts, ends, strict=True)]
-        if math.prod(widths) > _MOST:
+        if 0 in counts or math.prod(widths) > _MOST:
             return stock(input, output_size, return_indices)
         windows = _Windows([f for dim in firsts for f in dim], counts, [1] * dims, widths, list(sizes))
         options = _pad(counts, dims, 1)
@@ -271,7 +269,7 @@ def _make_avg_pool(dims: int, stock: Callable[..., Tensor]) -> Callable[..., Ten
             count_include_pad: bool = True,
         ) -> Tensor:
             options = (kernel_size, stride, padding, ceil_mode, count_include_pad)
-            if has_torch_function_unary(input):
+            if intercepted(input):
                 return handle_torch_function(avg_pool1d, (input,), input, *options)  # type: ignore[no-any-return]
             if not _served(input, dims):
                 return stock(input, *_without_none(options))
@@ -289,7 +287,7 @@ def _make_avg_pool(dims: int, stock: Callable[..., Tensor]) -> Callable[..., Ten
         divisor_override: int | None = None,
     ) -> Tensor:
         options = (kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
-        if has_torch_function_unary(input):
+        if intercepted(input):
             return handle_torch_function(avg_pool, (input,), input, *options)  # type: ignore[no-any-return]
         if not _served(input, dims):
             return stock(input, *_without_none(options))
@@ -308,7 +306,7 @@ def _make_adaptive_avg_pool(dims: int, stock: Callable[..., Tensor]) -> Callable
     backward = aten._adaptive_avg_pool3d_backward if dims == 3 else aten._adaptive_avg_pool2d_backward
 
     def adaptive_avg_pool(input: Tensor, output_size: Any) -> Tensor:
-        if has_torch_function_unary(input):
+        if intercepted(input):
             return handle_torch_function(adaptive_avg_pool, (input,), input, output_size)  # type: ignore[no-any-return]
         counts = _pad(_output_size(output_size, input.shape[-dims:], dims), dims, 1)
         # To a single element it is a mean, of which torch keeps nothing.

@@ -1,7 +1,7 @@
 """ReLU: one bit per element in place of the output.
 
-Torch keeps the output of a ReLU although its derivative only asks whether each element is positive. The bit is enough, as
-long as nobody else keeps the output anyway: whether to use it is therefore decided per call, not per module.
+Torch keeps the output of a ReLU although its derivative only asks whether each element is positive. The bit is
+enough, as long as nobody else keeps the output anyway: whether to use it is therefore decided per call, not per module.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.overrides import handle_torch_function
 
-from fxmem.ops.common import NO_GRADIENT, Rule, Site, Verdict, engaged
+from fxmem.ops.common import NO_GRADIENT, Rule, Site, Verdict, engaged, intercepted, is_leaf_memory
 from fxmem.ops.packing import dense_stride, relu_pack, threshold_backward
 
 
@@ -30,24 +30,7 @@ class _ReLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         (packed,) = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return _Threshold.apply(grad, packed, ctx.stride), None
         return threshold_backward(grad, packed, ctx.stride), None
-
-
-class _Threshold(torch.autograd.Function):
-    """The derivative, which is its own derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, packed: Tensor, stride: tuple[int, ...]) -> Tensor:
-        ctx.stride = stride
-        ctx.save_for_backward(packed)
-        return threshold_backward(grad, packed, stride)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        (packed,) = ctx.saved_tensors
-        return _Threshold.apply(grad, packed, ctx.stride), None, None
 
 
 def relu(input: Tensor, inplace: bool = False) -> Tensor:
@@ -57,16 +40,24 @@ def relu(input: Tensor, inplace: bool = False) -> Tensor:
         input: any shape, floating-point.
         inplace: whether to overwrite ``input``.
     """
-    if has_torch_function_unary(input):
+    if intercepted(input):
         return handle_torch_function(relu, (input,), input, inplace=inplace)  # type: ignore[no-any-return]
-    if not engaged(input) or not input.is_floating_point():
+    if not _served(input, inplace):
         return F.relu(input, inplace)
     return _ReLU.apply(input, inplace)  # type: ignore[no-any-return]
 
 
 def relu_(input: Tensor) -> Tensor:
     """``torch.relu_`` that keeps one bit per element for backward."""
-    return relu(input, True)
+    if intercepted(input):
+        return handle_torch_function(relu_, (input,), input)  # type: ignore[no-any-return]
+    if not _served(input, True):
+        return torch.relu_(input)
+    return _ReLU.apply(input, True)  # type: ignore[no-any-return]
+
+
+def _served(input: Tensor, inplace: bool) -> bool:
+    return engaged(input) and input.is_floating_point() and not (inplace and is_leaf_memory(input))
 
 
 class SelectiveReLU(nn.ReLU):
