@@ -38,19 +38,19 @@ class ResidualNetwork(nn.Module):
             nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
         )
         width = 64
+        stages = []
         for stage, (inner, depth) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3)), start=1):
             blocks = []
             for i in range(depth):
                 blocks.append(_Block(width, inner, 2 if i == 0 and stage > 1 else 1))
                 width = inner * 4
-            setattr(self, f"stage{stage}", nn.Sequential(*blocks))
+            stages.append(nn.Sequential(*blocks))
+        self.stages = nn.Sequential(*stages)
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 1000))
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits (N, 1000) of images (N, 3, H, W)."""
-        x = self.stem(x)
-        x = self.stage4(self.stage3(self.stage2(self.stage1(x))))
-        logits: Tensor = self.head(x)
+        logits: Tensor = self.head(self.stages(self.stem(x)))
         return logits
 
 

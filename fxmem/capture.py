@@ -146,6 +146,9 @@ class _Tracer(fx.Tracer):
                 remedy="Enter autocast around the call of the model instead.",
             )
         node = super().create_node(*args, **kwargs)
+        if isinstance(node.type, str):
+            # An annotation that is not evaluated; older torch takes it for an object to import on unpickling.
+            node.type = None
         if node.stack_trace:
             node.meta["source"] = _source(node.stack_trace)
         return node

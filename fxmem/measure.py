@@ -144,7 +144,9 @@ class _CpuMeter:
         collecting = gc.isenabled()
         gc.disable()
         try:
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+            ) as profiler:
                 yield
         finally:
             if collecting:

@@ -31,7 +31,7 @@ class _Recorder(fx.Interpreter):
         self.packed: list[tuple[fx.Node, Tensor]] = []
         self.outputs: dict[str, tuple[Any, ...]] = {}
         self.current: fx.Node | None = None
-        self._walked: set[Any] = set()
+        self.walked: set[Any] = set()
 
     def run_node(self, n: fx.Node) -> Any:
         self.current = n
@@ -45,9 +45,9 @@ class _Recorder(fx.Interpreter):
         stack = [t.grad_fn for t in tensors_of(result)]
         while stack:
             function = stack.pop()
-            if function is None or function in self._walked:
+            if function is None or function in self.walked:
                 continue
-            self._walked.add(function)
+            self.walked.add(function)
             stack.extend(following for following, _ in function.next_functions)
             for name in _saved_attributes(type(function)):
                 value = getattr(function, name)
@@ -57,6 +57,8 @@ class _Recorder(fx.Interpreter):
 
     def pack(self, tensor: Tensor) -> Tensor:
         assert self.current is not None
+        # A saved output that is packed as itself would hold its own graph alive for ever.
+        tensor = tensor.detach()
         self.packed.append((self.current, tensor))
         return tensor
 
@@ -105,7 +107,8 @@ def observe(gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any]) -> Observ
         graph: the graph.
         inputs: by placeholder name, real or fake tensors, with requires_grad as it will be, and other values.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    given = [*tensors_of(inputs), *gm.parameters(), *gm.buffers()]
+    mode = next((t.fake_mode for t in given if isinstance(t, FakeTensor)), FakeTensorMode(allow_non_fake_inputs=True))
     fakes: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
@@ -160,6 +163,9 @@ def observe(gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any]) -> Observ
                 kind=kinds.get(key, "activation"),
             )
         )
+    # Autograd's graph holds the hook and the hook this recorder, which must not hold the graph: no collector would see it.
+    recorder.walked.clear()
+    recorder.env.clear()
     return Observation(SavedTensors(tuple(saved)), recorder.outputs)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -305,3 +307,14 @@ def test_training_loop_matches_eager(tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), reference.state_dict().values(), strict=True))
+
+
+def test_nothing_outlives_the_model() -> None:
+    model, x = _frozen(), _x()
+    ours = fxmem.optimize(model, x)
+    fxmem.report(model, x)
+    run(ours, (x,))
+    parameter = weakref.ref(model.head.weight)
+    del model, ours
+    gc.collect()
+    assert parameter() is None

@@ -92,7 +92,7 @@ def test_rules_do_not_overlap() -> None:
 def test_readme_example_runs() -> None:
     text = (ROOT / "README.md").read_text()
     code = text.split("```python\n")[1].split("```")[0]
-    assert len(code.splitlines()) <= 10
+    assert len(code.splitlines()) == 8
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "kept for backward" in done.stdout
     assert "Measurement(kept=" in done.stdout

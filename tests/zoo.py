@@ -64,7 +64,7 @@ def inputs(name: str) -> tuple[Tensor, ...]:
     elif name in ("r3d_18", "mc3_18", "r2plus1d_18"):
         shape = (2, 3, 4, 32, 32)
     elif "inception" in name:
-        shape = (2, 3, 128, 128)
+        shape = (2, 3, 299, 299)
     elif name == "maxvit_t":
         shape = (1, 3, 224, 224)
     elif name == "vit_h_14":
