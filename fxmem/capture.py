@@ -6,6 +6,7 @@ import inspect
 import operator
 import os
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -130,6 +131,12 @@ class _Tracer(fx.Tracer):
         if reason is not None:
             self.opaque[module_qualified_name] = reason
         return reason is not None
+
+    def create_arg(self, a: Any) -> Any:
+        # Torch's own tracer turns every mapping into a plain dict.
+        if isinstance(a, OrderedDict):
+            return self.create_proxy("call_function", OrderedDict, (list(a.items()),), {}).node
+        return super().create_arg(a)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import random
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -279,3 +282,43 @@ def test_tracing_leaves_no_trace_on_torch() -> None:
 def test_python_randomness_does_not_matter_to_the_check() -> None:
     random.seed(0)
     assert fxmem.optimize(nn.Linear(2, 2)) is not None
+
+
+class Point(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclass
+class Result:
+    logits: Tensor
+    hidden: tuple[Tensor, ...] | None = None
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda y: OrderedDict([("out", y), ("aux", (y + 1, {"deep": [y * 2, None, 3]}))]),
+        lambda y: {"a": y, "b": None},
+        lambda y: [y, (y, "text")],
+        lambda y: Point(y, y + 1),
+        lambda y: Result(y, (y * 2,)),
+        lambda y: None if y is None else (y,),
+    ],
+)
+def test_outputs_keep_their_structure(build: Callable[[Tensor], Any]) -> None:
+    class Structured(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            return build(self.layer(x))
+
+    model, x = Structured(), torch.randn(3, 2, requires_grad=True)
+    for optimized in (fxmem.optimize(model), fxmem.optimize(model, x), copy.deepcopy(fxmem.optimize(model))):
+        expected, actual = model(x), optimized(x)
+        assert type(actual) is type(expected)
+        assert repr(actual) == repr(expected)
+        if not isinstance(expected, Result):
+            compare(model, optimized, (x,))
