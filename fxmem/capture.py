@@ -236,20 +236,23 @@ def trace(model: nn.Module, given: Mapping[str, Any] | None = None) -> Capture:
     tracer = _Tracer()
     rng = torch.get_rng_state()
     before = set(vars(model))
-    with _recorded_modes(model) as modes:
-        try:
+    try:
+        with _recorded_modes(model) as modes:
             graph = tracer.trace(model, concrete_args=_specialized(model, given) or None)
-        except CaptureError as error:
-            if error.where is None:
-                raise CaptureError(error.reason, where=_blame(error, model), remedy=error.remedy) from error
-            raise
-        except Exception as error:
-            raise CaptureError(
-                f"symbolic tracing cannot follow this code: {_first_line(error)}.",
-                where=_blame(error, model),
-                remedy="Make the shape or value it branches on a constant, move the code into a module that torch.fx does not "
-                "trace, or optimize the traceable submodules one by one.",
-            ) from error
+    except CaptureError as error:
+        raise CaptureError(error.reason, where=error.where or _blame(error, model), remedy=error.remedy) from error
+    except Exception as error:
+        raise CaptureError(
+            f"symbolic tracing cannot follow this code: {_first_line(error)}.",
+            where=_blame(error, model),
+            remedy="Wrap it in nn.Sequential, so that it is a layer of a model."
+            if tracer.is_leaf_module(model, "")
+            else "Make the shape or value it branches on a constant, move the code into a module that torch.fx does not "
+            "trace, or optimize the traceable submodules one by one.",
+        ) from error
+    finally:
+        # The tracer leaves tensors that it met as constants on the model; they belong to the graph.
+        constants = {name: vars(model).pop(name) for name in set(vars(model)) - before}
     if not torch.equal(rng, torch.get_rng_state()):
         torch.set_rng_state(rng)
         raise CaptureError(
@@ -258,8 +261,6 @@ def trace(model: nn.Module, given: Mapping[str, Any] | None = None) -> Capture:
             remedy="Draw them from a tensor that depends on the input, such as torch.rand_like(x), or pass them in.",
         )
     _name_placeholders(graph, model)
-    # The tracer leaves tensors that it met as constants on the model; they belong to the graph.
-    constants = {name: vars(model).pop(name) for name in set(vars(model)) - before}
     for node in graph.nodes:
         if node.op == "get_attr" and node.target in constants:
             node.target = f"{CONSTANTS}.{node.target}"

@@ -113,7 +113,7 @@ class OptimizedModule(fx.GraphModule):
                     return type(self).forward(self, *args, **kwargs)
                 return generated(self, *args, **kwargs)
 
-            cls.forward = forward  # type: ignore[method-assign]
+            cls.forward = forward
         return code
 
     def _stale(self) -> bool:

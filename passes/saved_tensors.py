@@ -133,7 +133,7 @@ def observe(gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any]) -> Observ
         _hooks_off(gm),
         torch.enable_grad(),
         # A module under two names is swapped twice: only the reverse order brings the real tensors back.
-        _reparametrize_module(gm, state, stack_weights=True),  # type: ignore[arg-type]
+        _reparametrize_module(gm, state, stack_weights=True),
         torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda t: t),
         torch.random.fork_rng(devices=[]),
     ):

@@ -322,3 +322,15 @@ def test_outputs_keep_their_structure(build: Callable[[Tensor], Any]) -> None:
         assert repr(actual) == repr(expected)
         if not isinstance(expected, Result):
             compare(model, optimized, (x,))
+
+
+def test_a_lone_layer_that_cannot_be_traced_says_what_to_do() -> None:
+    model = nn.BatchNorm2d(3).eval()
+    with pytest.raises(fxmem.CaptureError, match=r"Wrap it in nn\.Sequential"):
+        fxmem.optimize(model)
+    assert not [name for name in vars(model) if name.startswith("_tensor_constant")]
+
+
+def test_a_lone_layer_is_served_where_it_can_be() -> None:
+    layer, x = nn.Conv2d(2, 3, 3).requires_grad_(False), torch.randn(1, 2, 5, 5, requires_grad=True)
+    assert compare(layer, fxmem.optimize(layer), (x,))[1].measurement.kept == 0

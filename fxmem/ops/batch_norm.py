@@ -73,7 +73,7 @@ def batch_norm(
     """
     operands = (input, running_mean, running_var, weight, bias)
     if intercepted(*operands):
-        return handle_torch_function(  # type: ignore[no-any-return]
+        return handle_torch_function(
             batch_norm,
             operands,
             input,
@@ -88,13 +88,13 @@ def batch_norm(
     served = not training and running_mean is not None and running_var is not None and input.numel() > 0
     if not served or (weight is not None and weight.requires_grad) or not engaged(*operands):
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    return _BatchNormEval.apply(input, running_mean, running_var, weight, bias, eps)  # type: ignore[no-any-return]
+    return _BatchNormEval.apply(input, running_mean, running_var, weight, bias, eps)
 
 
 def _forward(module: Any, stock: Any, input: Tensor) -> Tensor:
     # Without running statistics batch norm trains whatever the mode, and in train mode it counts batches.
     if module.training or module.running_mean is None or module.running_var is None:
-        return stock(input)  # type: ignore[no-any-return]
+        return stock(input)
     module._check_input_dim(input)
     return batch_norm(input, module.running_mean, module.running_var, module.weight, module.bias, False, 0.0, module.eps)
 

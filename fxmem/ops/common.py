@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,10 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
+@overload
+def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor: ...
+@overload
+def cast(tensor: None, dtype: torch.dtype | None) -> None: ...
 def cast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     """``tensor`` in ``dtype`` as autocast would cast it: float64 and integers stay; None stays None."""
     if tensor is None or dtype is None or not tensor.is_floating_point() or tensor.dtype is torch.float64:

@@ -72,7 +72,7 @@ def _convolution(
     groups: int,
 ) -> Tensor:
     dtype = autocast_dtype(input)
-    input = input if dtype is None else cast(input, dtype)  # type: ignore[assignment]
+    input = input if dtype is None else cast(input, dtype)
     batched = input.dim() == weight.dim()
     out: Tensor = _Convolution.apply(
         input if batched else input.unsqueeze(0),
@@ -120,7 +120,7 @@ def _make_conv(dims: int, stock: Callable[..., Tensor]) -> Callable[..., Tensor]
         groups: int = 1,
     ) -> Tensor:
         if intercepted(input, weight, bias):
-            return handle_torch_function(  # type: ignore[no-any-return]
+            return handle_torch_function(
                 conv,
                 (input, weight, bias),
                 input,
@@ -131,16 +131,14 @@ def _make_conv(dims: int, stock: Callable[..., Tensor]) -> Callable[..., Tensor]
                 dilation=dilation,
                 groups=groups,
             )
-        named = not isinstance(padding, str) or padding in ("same", "valid")
-        if not named or not _served(input, weight, bias, dims) or weight.requires_grad:
+        unknown = isinstance(padding, str) and padding not in ("same", "valid")
+        if unknown or not _served(input, weight, bias, dims) or weight.requires_grad:
             return stock(input, weight, bias, stride, padding, dilation, groups)
         strides, dilations = ntuple(stride, dims), ntuple(dilation, dims)
         if padding == "same":
             input, paddings = _same_padding(input, weight, strides, dilations)
-        elif padding == "valid":
-            paddings = [0] * dims
         else:
-            paddings = ntuple(padding, dims)
+            paddings = [0] * dims if isinstance(padding, str) else ntuple(padding, dims)
         return _convolution(input, weight, bias, strides, paddings, dilations, False, [0] * dims, groups)
 
     return _document(conv, stock)
@@ -158,7 +156,7 @@ def _make_conv_transpose(dims: int, stock: Callable[..., Tensor]) -> Callable[..
         dilation: int | Sequence[int] = 1,
     ) -> Tensor:
         if intercepted(input, weight, bias):
-            return handle_torch_function(  # type: ignore[no-any-return]
+            return handle_torch_function(
                 conv_transpose,
                 (input, weight, bias),
                 input,

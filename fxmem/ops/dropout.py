@@ -63,13 +63,11 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
         inplace: whether to overwrite ``input``.
     """
     if intercepted(input):
-        return handle_torch_function(  # type: ignore[no-any-return]
-            dropout, (input,), input, p=p, training=training, inplace=inplace
-        )
+        return handle_torch_function(dropout, (input,), input, p=p, training=training, inplace=inplace)
     served = training and 0 < p < 1 and input.is_floating_point() and input.numel() > 0
     if not served or not engaged(input) or (inplace and is_leaf_memory(input)) or input.device.type not in ("cpu", "cuda"):
         return F.dropout(input, p, training, inplace)
-    return _Dropout.apply(input, p, inplace)  # type: ignore[no-any-return]
+    return _Dropout.apply(input, p, inplace)
 
 
 def _torch_dropout(input: Tensor, p: float, train: bool) -> Tensor:

@@ -50,12 +50,12 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         bias: (out_features), or None.
     """
     if intercepted(input, weight, bias):
-        return handle_torch_function(linear, (input, weight, bias), input, weight, bias)  # type: ignore[no-any-return]
+        return handle_torch_function(linear, (input, weight, bias), input, weight, bias)
     dtype = autocast_dtype(input)
     served = dtype is not None and weight.dtype not in (dtype, torch.float64) and weight.is_floating_point()
     if not served or weight.requires_grad or input.dim() < 2 or not engaged(input, weight, bias):
         return F.linear(input, weight, bias)
-    return _Linear.apply(input.to(dtype), weight, bias, dtype)  # type: ignore[no-any-return]
+    return _Linear.apply(input.to(dtype), weight, bias, dtype)
 
 
 class SelectiveLinear(nn.Linear):

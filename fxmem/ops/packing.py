@@ -43,7 +43,7 @@ def pack_nonzero(input: Tensor) -> Tensor:
     Returns:
         uint8 of ``ceil(numel / 8)`` elements.
     """
-    return torch.ops.fxmem.pack_nonzero(input)  # type: ignore[no-any-return]
+    return torch.ops.fxmem.pack_nonzero(input)
 
 
 def relu_pack(input: Tensor, inplace: bool) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ def unpack(packed: Tensor, size: tuple[int, ...], stride: tuple[int, ...], dtype
         stride: its strides if it fills its memory, else those of a row-major tensor.
         dtype: a floating-point dtype.
     """
-    return torch.ops.fxmem.unpack(packed, size, stride, dtype)  # type: ignore[no-any-return]
+    return torch.ops.fxmem.unpack(packed, size, stride, dtype)
 
 
 def threshold_backward(grad: Tensor, packed: Tensor, stride: tuple[int, ...]) -> Tensor:
@@ -82,7 +82,7 @@ def threshold_backward(grad: Tensor, packed: Tensor, stride: tuple[int, ...]) ->
         packed: what ``pack_nonzero`` returned.
         stride: strides of the packed tensor, as in ``unpack``.
     """
-    return torch.ops.fxmem.threshold_backward(grad, packed, stride)  # type: ignore[no-any-return]
+    return torch.ops.fxmem.threshold_backward(grad, packed, stride)
 
 
 def scale_backward(grad: Tensor, packed: Tensor, stride: tuple[int, ...], scale: float) -> Tensor:
@@ -94,7 +94,7 @@ def scale_backward(grad: Tensor, packed: Tensor, stride: tuple[int, ...], scale:
         stride: strides of the packed tensor, as in ``unpack``.
         scale: what the kept elements were multiplied by.
     """
-    return torch.ops.fxmem.scale_backward(grad, packed, stride, scale)  # type: ignore[no-any-return]
+    return torch.ops.fxmem.scale_backward(grad, packed, stride, scale)
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
@@ -203,7 +203,7 @@ def _unpack_impl(packed: Tensor, size: list[int], stride: list[int], dtype: torc
 def _threshold_backward_impl(grad: Tensor, packed: Tensor, stride: list[int]) -> Tensor:
     if not is_dense(grad) or list(grad.stride()) != list(stride):
         mask = _unpack_impl(packed, list(grad.shape), stride, grad.dtype)
-        return torch.ops.aten.threshold_backward(grad, mask, 0)  # type: ignore[no-any-return]
+        return torch.ops.aten.threshold_backward(grad, mask, 0)
     out = torch.empty_like(grad)
     for bits, block, part in _paired(packed, out, grad):
         _spread(bits, block)
@@ -244,7 +244,7 @@ def _unpack_fake(packed: Tensor, size: list[int], stride: list[int], dtype: torc
 
 
 def _threshold_backward_fake(grad: Tensor, packed: Tensor, stride: list[int]) -> Tensor:
-    return torch.ops.aten.threshold_backward(grad, grad.new_empty_strided(grad.shape, stride), 0)  # type: ignore[no-any-return]
+    return torch.ops.aten.threshold_backward(grad, grad.new_empty_strided(grad.shape, stride), 0)
 
 
 def _scale_backward_fake(grad: Tensor, packed: Tensor, stride: list[int], scale: float) -> Tensor:

@@ -127,7 +127,7 @@ class _MaxPool(torch.autograd.Function):
         ctx.layout, ctx.backward, ctx.options = Layout.of(input), backward, options
         ctx.windows = windows(output).arguments()
         ctx.save_for_backward(torch.ops.fxmem.window_offsets(indices, *ctx.windows))
-        return output  # type: ignore[no-any-return]
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -147,7 +147,7 @@ class _AvgPool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, forward: Any, backward: Any, *options: Any) -> Tensor:
         ctx.layout, ctx.backward, ctx.options = Layout.of(input), backward, options
-        return forward(input, *options)  # type: ignore[no-any-return]
+        return forward(input, *options)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -202,7 +202,7 @@ def _make_max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..., Any]:
         if return_indices or not _served(input, dims):
             return torch_op()
         kernel = ntuple(kernel_size, dims)
-        strides = ntuple(stride, dims) if stride not in (None, [], ()) else kernel  # type: ignore[arg-type]
+        strides = ntuple(stride, dims) if stride not in (None, [], ()) else kernel
         paddings, dilations = ntuple(padding, dims), ntuple(dilation, dims)
         sizes = input.shape[-dims:]
         if math.prod(kernel) > _MOST:
@@ -270,7 +270,7 @@ def _make_avg_pool(dims: int, stock: Callable[..., Tensor]) -> Callable[..., Ten
         ) -> Tensor:
             options = (kernel_size, stride, padding, ceil_mode, count_include_pad)
             if intercepted(input):
-                return handle_torch_function(avg_pool1d, (input,), input, *options)  # type: ignore[no-any-return]
+                return handle_torch_function(avg_pool1d, (input,), input, *options)
             if not _served(input, dims):
                 return stock(input, *_without_none(options))
             return run(input, *options, None)
@@ -288,7 +288,7 @@ def _make_avg_pool(dims: int, stock: Callable[..., Tensor]) -> Callable[..., Ten
     ) -> Tensor:
         options = (kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
         if intercepted(input):
-            return handle_torch_function(avg_pool, (input,), input, *options)  # type: ignore[no-any-return]
+            return handle_torch_function(avg_pool, (input,), input, *options)
         if not _served(input, dims):
             return stock(input, *_without_none(options))
         return run(input, *options)
@@ -307,7 +307,7 @@ def _make_adaptive_avg_pool(dims: int, stock: Callable[..., Tensor]) -> Callable
 
     def adaptive_avg_pool(input: Tensor, output_size: Any) -> Tensor:
         if intercepted(input):
-            return handle_torch_function(adaptive_avg_pool, (input,), input, output_size)  # type: ignore[no-any-return]
+            return handle_torch_function(adaptive_avg_pool, (input,), input, output_size)
         counts = _pad(_output_size(output_size, input.shape[-dims:], dims), dims, 1)
         # To a single element it is a mean, of which torch keeps nothing.
         if not _served(input, dims) or all(n == 1 for n in counts):
@@ -411,9 +411,7 @@ class SelectiveAvgPool1d(nn.AvgPool1d):
 
     def forward(self, input: Tensor) -> Tensor:
         """Pools."""
-        return avg_pool1d(  # type: ignore[no-any-return]
-            input, self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad
-        )
+        return avg_pool1d(input, self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad)
 
 
 class SelectiveAvgPool2d(nn.AvgPool2d):
@@ -422,7 +420,7 @@ class SelectiveAvgPool2d(nn.AvgPool2d):
     def forward(self, input: Tensor) -> Tensor:
         """Pools."""
         options = (self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad)
-        return avg_pool2d(input, *options, self.divisor_override)  # type: ignore[no-any-return]
+        return avg_pool2d(input, *options, self.divisor_override)
 
 
 class SelectiveAvgPool3d(nn.AvgPool3d):
@@ -431,7 +429,7 @@ class SelectiveAvgPool3d(nn.AvgPool3d):
     def forward(self, input: Tensor) -> Tensor:
         """Pools."""
         options = (self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad)
-        return avg_pool3d(input, *options, self.divisor_override)  # type: ignore[no-any-return]
+        return avg_pool3d(input, *options, self.divisor_override)
 
 
 class SelectiveAdaptiveAvgPool1d(nn.AdaptiveAvgPool1d):
@@ -439,7 +437,7 @@ class SelectiveAdaptiveAvgPool1d(nn.AdaptiveAvgPool1d):
 
     def forward(self, input: Tensor) -> Tensor:
         """Pools."""
-        return adaptive_avg_pool1d(input, self.output_size)  # type: ignore[no-any-return]
+        return adaptive_avg_pool1d(input, self.output_size)
 
 
 class SelectiveAdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
@@ -447,7 +445,7 @@ class SelectiveAdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """Pools."""
-        return adaptive_avg_pool2d(input, self.output_size)  # type: ignore[no-any-return]
+        return adaptive_avg_pool2d(input, self.output_size)
 
 
 class SelectiveAdaptiveAvgPool3d(nn.AdaptiveAvgPool3d):
@@ -455,7 +453,7 @@ class SelectiveAdaptiveAvgPool3d(nn.AdaptiveAvgPool3d):
 
     def forward(self, input: Tensor) -> Tensor:
         """Pools."""
-        return adaptive_avg_pool3d(input, self.output_size)  # type: ignore[no-any-return]
+        return adaptive_avg_pool3d(input, self.output_size)
 
 
 def _check_max(site: Site) -> Verdict:

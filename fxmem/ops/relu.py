@@ -41,19 +41,19 @@ def relu(input: Tensor, inplace: bool = False) -> Tensor:
         inplace: whether to overwrite ``input``.
     """
     if intercepted(input):
-        return handle_torch_function(relu, (input,), input, inplace=inplace)  # type: ignore[no-any-return]
+        return handle_torch_function(relu, (input,), input, inplace=inplace)
     if not _served(input, inplace):
         return F.relu(input, inplace)
-    return _ReLU.apply(input, inplace)  # type: ignore[no-any-return]
+    return _ReLU.apply(input, inplace)
 
 
 def relu_(input: Tensor) -> Tensor:
     """``torch.relu_`` that keeps one bit per element for backward."""
     if intercepted(input):
-        return handle_torch_function(relu_, (input,), input)  # type: ignore[no-any-return]
+        return handle_torch_function(relu_, (input,), input)
     if not _served(input, True):
         return torch.relu_(input)
-    return _ReLU.apply(input, True)  # type: ignore[no-any-return]
+    return _ReLU.apply(input, True)
 
 
 def _served(input: Tensor, inplace: bool) -> bool:
