@@ -33,6 +33,11 @@ class _Recorder(fx.Interpreter):
         self.current: fx.Node | None = None
         self.walked: set[Any] = set()
 
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
+        # Generated code passes fresh lists, which a callee may change; the graph's own are immutable.
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        return _mutable(args), _mutable(kwargs)
+
     def run_node(self, n: fx.Node) -> Any:
         self.current = n
         result = super().run_node(n)
@@ -61,6 +66,14 @@ class _Recorder(fx.Interpreter):
         tensor = tensor.detach()
         self.packed.append((self.current, tensor))
         return tensor
+
+
+def _mutable(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_mutable(v) for v in value]
+    if isinstance(value, dict):
+        return {k: _mutable(v) for k, v in value.items()}
+    return tuple(_mutable(v) for v in value) if type(value) is tuple else value
 
 
 @functools.cache

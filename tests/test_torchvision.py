@@ -35,7 +35,16 @@ def _all(model: nn.Module) -> None:
 
 
 CASES: dict[str, Callable[[nn.Module], None]] = {"input": _input, "first": _first, "last": _last, "all": _all}
-QUICK = ("resnet18", "densenet121", "mobilenet_v3_small", "squeezenet1_1", "r3d_18", "quantized_shufflenet_v2_x0_5")
+QUICK = (
+    "swin3d_t",
+    "fcn_resnet50",
+    "resnet18",
+    "densenet121",
+    "mobilenet_v3_small",
+    "squeezenet1_1",
+    "r3d_18",
+    "quantized_shufflenet_v2_x0_5",
+)
 
 
 def _check(name: str) -> None:

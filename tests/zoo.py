@@ -60,7 +60,7 @@ def inputs(name: str) -> tuple[Tensor, ...]:
     elif name.startswith("swin3d"):
         shape = (1, 3, 4, 32, 32)
     elif name == "s3d":
-        shape = (2, 3, 16, 64, 64)
+        shape = (1, 3, 16, 224, 224)
     elif name in ("r3d_18", "mc3_18", "r2plus1d_18"):
         shape = (2, 3, 4, 32, 32)
     elif "inception" in name:
