@@ -1,4 +1,4 @@
-"""Measures the table at the top of the README and writes ``results.json`` and ``table.md`` beside this script.
+"""Measures the table at the top of the README and writes ``results.json`` beside this script.
 
     python reports/readme/run.py [--check]
 
@@ -36,6 +36,7 @@ MODELS = {
     "vgg16": (4, 3, 224, 224),
 }
 PAIRS = 15
+BEGIN, END = "<!-- made by reports/readme/run.py -->\n", "\n<!-- end -->"
 
 
 def _seconds(model: nn.Module, x: Tensor, cotangent: Tensor) -> float:
@@ -106,7 +107,8 @@ def main() -> int:
         "rows": [_row(name, shape) for name, shape in MODELS.items()],
     }
     (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    (HERE / "table.md").write_text(_table(results) + "\n")
+    before, _, rest = README.read_text().partition(BEGIN)
+    README.write_text(before + BEGIN + _table(results) + END + rest.partition(END)[2])
     print(_table(results))
     return 0
 
