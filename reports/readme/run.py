@@ -107,8 +107,9 @@ def main() -> int:
         "rows": [_row(name, shape) for name, shape in MODELS.items()],
     }
     (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    before, _, rest = README.read_text().partition(BEGIN)
-    README.write_text(before + BEGIN + _table(results) + END + rest.partition(END)[2])
+    before, begin, rest = README.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    README.write_text(before + begin + _table(results) + end + after)
     print(_table(results))
     return 0
 
