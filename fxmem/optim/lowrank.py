@@ -310,9 +310,7 @@ def fixed_precision(
     return _rotate_and_cut(q, u, scale, norm, lost.clamp(min=0), xi, cap)
 
 
-def _extend(
-    a: RowBlocks, q: Tensor, u: Tensor, seeds: Tensor, scale: Tensor, iterations: int
-) -> tuple[Tensor, Tensor]:
+def _extend(a: RowBlocks, q: Tensor, u: Tensor, seeds: Tensor, scale: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
     """New basis columns for what q uᵀ leaves of A / scale, and their factor."""
     block_q, block_u = seeds, seeds
     for _ in range(max(1, iterations)):
@@ -328,9 +326,7 @@ def _extend(
     return block_q, block_u
 
 
-def _rotate_and_cut(
-    q: Tensor, u: Tensor, scale: Tensor, norm: Tensor, lost: Tensor, xi: float, cap: int
-) -> Factors:
+def _rotate_and_cut(q: Tensor, u: Tensor, scale: Tensor, norm: Tensor, lost: Tensor, xi: float, cap: int) -> Factors:
     gram = u.mT.double() @ u.double()
     if not bool(torch.isfinite(gram).all()):
         rank = min(cap, q.shape[-1])
