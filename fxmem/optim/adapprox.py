@@ -7,7 +7,7 @@ Low-Rank Matrices", arXiv 2403.14958 (2024).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -26,6 +26,8 @@ _BLOCK = {"cpu": 2**17}
 _BLOCK_ELSEWHERE = 2**20
 # A normalized gradient up to this size is kept between the two sweeps of an update instead of being computed again.
 _KEPT_BYTES = 10 * 2**20
+# Tensors of a factor's size alive at once while factors are found and turned.
+_FACTOR_COPIES = 4
 # Squares of larger gradients overflow float32 once they are summed up in a factor.
 _SQUARE_LIMIT = 1e30
 
@@ -116,9 +118,9 @@ def adapprox_update(batch: list[Matrix], hyper: Hyper) -> None:
 
         N = G / (sqrt(V) + ε);  N = N / max(1, RMS(N) / d);  M = β1 M + (1 - β1) N;  W = W - α (M + λ W)
 
-    (Zhao et al., 2024, Algorithm 3; there is no bias correction.) Q Uᵀ can be negative where V cannot: it is clamped, so
-    that V is at least (1 - β2) G ∘ G. With guidance M is scaled, in this step only, by 1 / (1 - θ + ε) with θ the cosine
-    of N and M, bounded by `hyper.guidance`: at the first step θ = 1, and the bound is ours, the paper gives none.
+    (Zhao et al., 2024, Algorithm 3; there is no bias correction.) Q Uᵀ can be negative where V cannot: it is clamped,
+    so that V is at least (1 - β2) G ∘ G. With guidance M is scaled, in this step only, by 1 / (1 - θ + ε) with θ the
+    cosine of N and M, bounded by `hyper.guidance`: at the first step θ = 1, and the paper gives no bound.
 
     Args:
         batch: the matrices; all have the same local size and the same kind of state.
@@ -133,7 +135,7 @@ class _Update:
         self.hyper = hyper
         self.first = first = batch[0]
         self.device = first.grad.tensor.device
-        self.block = _rows_per_block(self.device, len(batch), first.columns)
+        self.block = rows_per_block(self.device, len(batch), first.columns)
         self.reduce = first.shards.sum
         factored = first.q is not None and first.u is not None
         self.q = _stack([m.q for m in batch if m.q is not None]) if factored else None
@@ -251,6 +253,14 @@ class RankPolicy:
     oversampling: int
     search: bool
 
+    @staticmethod
+    def of(group: dict[str, Any], plan: Layout, *, search: bool) -> RankPolicy:
+        """The policy of a parameter group for one layout."""
+        iterations = group["power_iterations"]
+        if iterations is None:
+            iterations = 5 if group["rank"] == "paper" else 1
+        return RankPolicy(group["rank"], group["xi"], plan.cap, iterations, group["oversampling"], search)
+
 
 def second_moment(batch: list[Matrix], beta2: float, limit: float | None = None) -> lowrank.RowBlocks:
     """V = β2 Q Uᵀ + (1 - β2) G ∘ G of equally shaped matrices, as something to multiply with.
@@ -272,7 +282,7 @@ def second_moment(batch: list[Matrix], beta2: float, limit: float | None = None)
     return lowrank.RowBlocks(
         shape=(len(batch), first.rows, first.columns),
         rows=rows,
-        block=_rows_per_block(device, len(batch), first.columns),
+        block=rows_per_block(device, len(batch), first.columns),
         device=device,
         q=_stack([m.q for m in batch if m.q is not None]) if factored else None,
         u=_stack([m.u for m in batch if m.u is not None]) if factored else None,
@@ -284,8 +294,8 @@ def second_moment(batch: list[Matrix], beta2: float, limit: float | None = None)
 def factorize(batch: list[Matrix], beta2: float, policy: RankPolicy) -> lowrank.Factors:
     """The factors of the new second moment of equally shaped matrices with equally many factor columns.
 
-    Between searches the old factors are followed by `policy.iterations` power iterations ("spectrum" and fixed ranks), or
-    found again from noise at the same rank ("paper").
+    Between searches the old factors are followed by `policy.iterations` power iterations ("spectrum" and fixed ranks),
+    or found again from noise at the same rank ("paper").
 
     Args:
         batch: the matrices.
@@ -293,14 +303,21 @@ def factorize(batch: list[Matrix], beta2: float, policy: RankPolicy) -> lowrank.
         policy: rank policy.
     """
     for limit in (None, _SQUARE_LIMIT):
-        found = _factorize(second_moment(batch, beta2, limit), [m.seed for m in batch], policy)
+        found = find_factors(second_moment(batch, beta2, limit), [m.seed for m in batch], policy)
         # Only an overflow can be mended; a NaN in the gradient stays one, as in AdamW.
         if bool(torch.isfinite(found.u).all()):
             break
     return found
 
 
-def _factorize(a: lowrank.RowBlocks, seeds: list[int], policy: RankPolicy) -> lowrank.Factors:
+def find_factors(a: lowrank.RowBlocks, seeds: list[int], policy: RankPolicy) -> lowrank.Factors:
+    """The factors of a matrix in row blocks by a rank policy; `a.u` is what it starts from.
+
+    Args:
+        a: the matrices.
+        seeds: one per matrix.
+        policy: rank policy.
+    """
     b, _, n = a.shape
     draw = lowrank.gaussian(n, seeds, a.device)
     iterations, oversampling = policy.iterations, policy.oversampling
@@ -320,7 +337,8 @@ def _factorize(a: lowrank.RowBlocks, seeds: list[int], policy: RankPolicy) -> lo
     return lowrank.Factors(q, u, [k] * b, [math.nan] * b)
 
 
-def _rows_per_block(device: torch.device, batch: int, columns: int) -> int:
+def rows_per_block(device: torch.device, batch: int, columns: int) -> int:
+    """Rows of `columns` columns that, `batch` times, make up one block on this device."""
     return max(1, _BLOCK.get(device.type, _BLOCK_ELSEWHERE) // (batch * columns))
 
 
@@ -332,6 +350,29 @@ def _squared_norm(x: Tensor) -> Tensor:
     if len(x) == 1:
         return torch.linalg.vector_norm(x).double().square().view(1)
     return torch.linalg.vector_norm(x, dim=(1, 2)).double().square()
+
+
+def largest_temporary(shape: Sequence[int], plan: Layout | None, rank: int | None = None) -> int:
+    """The most bytes that a step on the CPU allocates for one parameter above its state, from its shape.
+
+    Two phases follow each other. The update holds the normalized gradient (a block of it where it is large) and a
+    block's worth of operands; the factorization a block of squares and `_FACTOR_COPIES` tensors of a factor's size.
+
+    Args:
+        shape: the parameter's.
+        plan: its layout, or None when dense.
+        rank: columns of its factors; None is the largest rank.
+    """
+    block = 4 * _BLOCK["cpu"]
+    numel = math.prod(shape)
+    if plan is None:
+        return (4 * numel if 4 * numel <= _KEPT_BYTES else block) + 2 * block
+    size = 4 * plan.rows * plan.columns
+    together = max(1, _BLOCK["cpu"] // max(1, plan.rows * plan.columns))
+    k = plan.cap if rank is None else rank
+    factors = 4 * k * (plan.rows + plan.columns) * min(together, plan.batch if plan.stacked else together)
+    update = (size if size <= _KEPT_BYTES else block) + 2 * block + factors
+    return max(update, 2 * block + _FACTOR_COPIES * factors)
 
 
 @dataclass
@@ -354,15 +395,15 @@ class _Job:
 class Adapprox(torch.optim.Optimizer):
     """Adapprox, an Adam whose second moment is low-rank (Zhao et al., 2024, arXiv 2403.14958).
 
-    A weight's second moment is kept as Q Uᵀ in float32, k (rows + columns) numbers in place of rows · columns. It is never
-    formed whole: all work goes by row blocks. Parameters whose factors would not be smaller than AdamW's second moment
-    keep a dense one, in float32. The first moment has the parameter's dtype. Every random number is drawn from (seed,
-    parameter's position, step), which the state holds: a resumed run continues bit for bit, data-parallel processes agree,
-    and no global generator is touched. A gradient that is inf or NaN makes weights NaN, as in AdamW.
+    A weight's second moment is kept as Q Uᵀ in float32, k (rows + columns) numbers in place of rows · columns. It is
+    never formed whole: all work goes by row blocks. Parameters whose factors would not be smaller than AdamW's second
+    moment keep a dense one, in float32. The first moment has the parameter's dtype. Every random number is drawn from
+    (seed, parameter's position, step), which the state holds: a resumed run continues bit for bit, data-parallel
+    processes agree, and no global generator is touched. A gradient that is inf or NaN makes weights NaN, as in AdamW.
 
-    What differs from the paper by default: the rank comes from the spectrum of one growing basis instead of restarts, and
-    the factors are followed from step to step instead of being found from noise; `rank="paper", power_iterations=5,
-    xi=0.01, interval=10` is the paper.
+    What differs from the paper by default: the rank comes from the spectrum of one growing basis instead of restarts,
+    and the factors are followed from step to step instead of being found from noise; `rank="paper", xi=0.01` is the
+    paper.
 
     Args:
         params: parameters, named parameters, or groups of them.
@@ -371,8 +412,8 @@ class Adapprox(torch.optim.Optimizer):
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
         clip_threshold: largest root mean square of a parameter's normalized gradient; inf never clips.
-        rank: "spectrum" (smallest rank that meets `xi`), "paper" (restarts from noise with growing rank), or the rank as
-            an integer; 0 keeps second moments dense.
+        rank: "spectrum" (smallest rank that meets `xi`), "paper" (restarts from noise with growing rank), or the rank
+            as an integer; 0 keeps second moments dense.
         xi: relative Frobenius error of the factorization that the rank search aims at.
         max_rank_fraction: largest rank as a fraction of min(rows, columns).
         interval: steps from one rank search to the next.
@@ -458,7 +499,7 @@ class Adapprox(torch.optim.Optimizer):
         added = self.param_groups[-1]
         try:
             for position, p in enumerate(added["params"]):
-                _check_parameter(p, _name(len(self.param_groups) - 1, added, position))
+                _check_parameter(p, describe_parameter(len(self.param_groups) - 1, added, position))
         except OptimizerError:
             self.param_groups.pop()
             raise
@@ -506,11 +547,11 @@ class Adapprox(torch.optim.Optimizer):
         if p.grad.is_sparse or p.grad.layout != torch.strided:
             raise OptimizerError(
                 "its gradient is sparse, and Adapprox factorizes dense gradients",
-                where=_name(index, group, i),
+                where=describe_parameter(index, group, i),
                 remedy="Make it dense (nn.Embedding(sparse=False)).",
             )
         plan = layout(full_shape(p), fraction=group["max_rank_fraction"], rank=group["rank"], itemsize=p.dtype.itemsize)
-        shards = shards_of(p, plan, _name(index, group, i))
+        shards = shards_of(p, plan, describe_parameter(index, group, i))
         state = self.state[p]
         if not state:
             state["step"] = torch.tensor(0.0)
@@ -586,7 +627,7 @@ class Adapprox(torch.optim.Optimizer):
                 for name, value in saved["state"][key].items():
                     if isinstance(value, Tensor) and value.dtype != state[name].dtype:
                         state[name] = value.to(device=p.device).clone()
-                _check_state(p, group, state, _name(number, group, i))
+                _check_state(p, group, state, describe_parameter(number, group, i))
                 shards, plan = self._shards(p, group), _plan(p, group)
                 if shards is not None and plan is not None and "q" in state:
                     q, u = (local_part(state[name]) for name in _FACTORS)
@@ -629,7 +670,8 @@ def _matrices(
         ]
     matrices = []
     for b, ((w, g, m, v), (q, u)) in enumerate(zip(pieces, factors, strict=True)):
-        assert w is not None and g is not None
+        assert w is not None
+        assert g is not None
         rows = w.shape[0]
         columns = math.prod(w.shape[1:])
         matrices.append(
@@ -642,15 +684,15 @@ def _matrices(
                 None if u is None else u.float(),
                 rows,
                 columns,
-                _mix(seed, position, step, b + shards.offset),
+                stream_seed(seed, position, step, b + shards.offset),
                 shards,
             )
         )
     return matrices
 
 
-def _mix(seed: int, position: int, step: int, part: int) -> int:
-    """One 63-bit seed of four numbers (multiply and xorshift, as in SplitMix64), so that streams do not run in parallel."""
+def stream_seed(seed: int, position: int, step: int, part: int) -> int:
+    """One 63-bit seed of four numbers (multiply and xorshift, as in SplitMix64)."""
     value = 0
     for number in (seed, position, step, part):
         value = (value ^ number) * 0xBF58476D1CE4E5B9 + 0x9E3779B97F4A7C15
@@ -688,14 +730,7 @@ def _update_bucket(jobs: list[_Job], group: dict[str, Any], hyper: Hyper) -> Non
         adapprox_update(chunk, hyper)
         if plan is None:
             continue
-        policy = RankPolicy(
-            rank=group["rank"],
-            xi=group["xi"],
-            cap=plan.cap,
-            iterations=_iterations(group),
-            oversampling=group["oversampling"],
-            search=jobs[0].search,
-        )
+        policy = RankPolicy.of(group, plan, search=jobs[0].search)
         factors = factorize(chunk, hyper.beta2, policy)
         if plan.stacked:
             found += [(factors.q[b], factors.u[b], factors.rank[b]) for b in range(len(chunk))]
@@ -728,12 +763,6 @@ def _cut(x: Tensor, k: int) -> Tensor:
 
 def _widen(x: Tensor, k: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, k - x.shape[-1])) if x.shape[-1] < k else x
-
-
-def _iterations(group: dict[str, Any]) -> int:
-    if group["power_iterations"] is not None:
-        return int(group["power_iterations"])
-    return 5 if group["rank"] == "paper" else 1
 
 
 def _hyper(group: dict[str, Any]) -> Hyper:
@@ -808,7 +837,8 @@ def _check_parameter(p: Tensor, name: str) -> None:
         )
 
 
-def _name(index: int, group: dict[str, Any], i: int) -> str:
+def describe_parameter(index: int, group: dict[str, Any], i: int) -> str:
+    """A parameter's name if the group has names, else its position and shape."""
     names = group.get("param_names")
     shape = tuple(group["params"][i].shape)
     return f"parameter {names[i]!r}" if names else f"parameter {i} of group {index} (shape {shape})"
@@ -833,7 +863,7 @@ def _check_groups(mine: list[dict[str, Any]], saved: list[dict[str, Any]]) -> No
     )
     raise OptimizerError(
         f"{reason}. Saved: {_describe(saved)}. This optimizer: {_describe(mine)}.",
-        remedy="Rebuild the groups as they were when the state was saved (add_param_group), then load, then change them.",
+        remedy="Rebuild the groups as they were when the state was saved, load, and change them after that.",
     )
 
 

@@ -35,9 +35,10 @@ def layout(
 ) -> Layout | None:
     """The matrix view of a parameter, or None where its second moment stays dense.
 
-    Matrices are themselves; convolution weights are (out, in · kernel); a 3-D tensor is a stack of matrices when its last
-    two dimensions are worth factoring, and a 1-D convolution's weight otherwise. Vectors, scalars and empty tensors stay
-    dense, and so does every matrix whose factors would not be smaller than the second moment that AdamW keeps for it.
+    Matrices are themselves; convolution weights are (out, in · kernel); a 3-D tensor is a stack of matrices when its
+    last two dimensions are worth factoring, and a 1-D convolution's weight otherwise. Vectors, scalars and empty
+    tensors stay dense, and so does every matrix whose factors would not be smaller than the second moment that AdamW
+    keeps for it.
 
     Args:
         shape: the global shape (a sharded parameter's, not the shard's).

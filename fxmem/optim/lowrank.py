@@ -1,8 +1,8 @@
 """Randomized low-rank factorization of a matrix that is only ever seen in row blocks: A ≈ Q Uᵀ.
 
-Everything here is a pure function of its arguments, works on a batch of equally shaped matrices, and asks the matrix for
-three things only: A X, Aᵀ Y and sums over its entries. So A may be a product plus a square of a gradient that is never
-formed whole, and its rows may live on several processes (`reduce` then sums over them).
+Everything here is a pure function of its arguments, works on a batch of equally shaped matrices, and asks the matrix
+for three things only: A X, Aᵀ Y and sums over its entries. So A may be a product plus a square of a gradient that is
+never formed whole, and its rows may live on several processes (`reduce` then sums over them).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class RowBlocks:
 
     Args:
         shape: (batch, rows held here, columns).
-        rows: `rows(i, j)` gives rows i..j of S as a float32 tensor of shape (batch, j - i, columns), which the caller may
-            overwrite.
+        rows: `rows(i, j)` gives rows i..j of S as a float32 tensor of shape (batch, j - i, columns), which the caller
+            may overwrite.
         block: rows per block.
         device: where S lives.
         q: orthonormal factor of shape (batch, rows, k), or None for A = S.
@@ -115,7 +115,7 @@ class RowBlocks:
         return self.reduce(total)
 
     def scale(self) -> Tensor:
-        """A number of the size of A's largest entry, (batch, 1, 1): squares of A / scale neither overflow nor vanish."""
+        """The size of A's largest entry, (batch, 1, 1): squares of A / scale neither overflow nor vanish."""
         top = torch.zeros(self.shape[0], 1, 1, device=self.device)
         for i, j in self.spans():
             top = torch.maximum(top, self.entries(i, j).abs_().amax(dim=(1, 2), keepdim=True))
@@ -275,9 +275,9 @@ def fixed_precision(
 ) -> Factors:
     """The smallest rank whose relative error is at most xi, found by growing one basis.
 
-    Blocks of an orthonormal basis are added (Yu, Gu, Li, 2018, randQB_EI) until ‖A‖² - ‖QᵀA‖² says that the error is met;
-    then the basis is rotated to the singular directions and cut. The error is the subtraction while that has digits left
-    and a pass over the residual below. Blocks double, so that the number of passes grows with log(rank).
+    Blocks of an orthonormal basis are added (Yu, Gu, Li, 2018, randQB_EI) until ‖A‖² - ‖QᵀA‖² says that the error is
+    met; then the basis is rotated to the singular directions and cut. The error is the subtraction while that has
+    digits left and a pass over the residual below. Blocks double, so that passes grow with log(rank).
 
     Args:
         a: the matrices.

@@ -101,8 +101,8 @@ def shards_of(p: Tensor, plan: Layout | None, name: str) -> Shards:
     raise OptimizerError(
         f"Adapprox cannot factorize a DTensor placed as {tuple(placements)}",
         where=name,
-        remedy="Shard it along its first or (a matrix) second dimension over one mesh dimension, or put it in a group with "
-        "rank=0, which keeps its second moment dense.",
+        remedy="Shard it along its first or (a matrix) second dimension over one mesh dimension, or put it in a group "
+        "with rank=0, which keeps its second moment dense.",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pydoc_data.topics
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
