@@ -546,7 +546,7 @@ class Adapprox(torch.optim.Optimizer):
         p = group["params"][i]
         if p.grad.is_sparse or p.grad.layout != torch.strided:
             raise OptimizerError(
-                "its gradient is sparse, and Adapprox factorizes dense gradients",
+                "its gradient is sparse, and Adapprox factorizes dense gradients.",
                 where=describe_parameter(index, group, i),
                 remedy="Make it dense (nn.Embedding(sparse=False)).",
             )
@@ -783,14 +783,14 @@ def _dtype_name(dtype: torch.dtype | str) -> str:
     name = str(dtype).removeprefix("torch.")
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise OptimizerError(f"{dtype!r} is not a floating-point dtype", where="state_dtype / momentum_dtype")
+        raise OptimizerError(f"{dtype!r} is not a floating-point dtype.", where="state_dtype / momentum_dtype")
     return name
 
 
 def _check_options(options: dict[str, Any]) -> None:
     lr = options["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise OptimizerError("Tensor lr must be 1-element", where="lr")
+        raise OptimizerError("Tensor lr must be 1-element.", where="lr")
     rank = options["rank"]
     beta1, beta2 = options["betas"]
     iterations = options["power_iterations"]
@@ -815,23 +815,23 @@ def _check_options(options: dict[str, Any]) -> None:
     ]
     for name, value, fine, expected in checks:
         if not fine:
-            raise OptimizerError(f"Invalid {name}: {value!r}", where=name, remedy=f"It must be {expected}.")
+            raise OptimizerError(f"Invalid {name}: {value!r}.", where=name, remedy=f"It must be {expected}.")
 
 
 def _check_parameter(p: Tensor, name: str) -> None:
     if p.is_complex():
         raise OptimizerError(
-            "complex parameters are not supported",
+            "complex parameters are not supported.",
             where=name,
             remedy="Optimize torch.view_as_real of it, or give it to another optimizer.",
         )
     if not p.is_floating_point():
-        raise OptimizerError(f"parameters of dtype {p.dtype} are not supported", where=name)
+        raise OptimizerError(f"parameters of dtype {p.dtype} are not supported.", where=name)
     if p.layout != torch.strided:
-        raise OptimizerError(f"parameters of layout {p.layout} are not supported", where=name)
+        raise OptimizerError(f"parameters of layout {p.layout} are not supported.", where=name)
     if getattr(p, "_fsdp_flattened", False) or type(p).__name__ == "FlatParameter":
         raise OptimizerError(
-            "FSDP1 flattens parameters, and a flat parameter has no rows and columns to factorize",
+            "FSDP1 flattens parameters, and a flat parameter has no rows and columns to factorize.",
             where=name,
             remedy="Shard with torch.distributed.fsdp.fully_shard (FSDP2), which keeps shapes.",
         )
@@ -869,11 +869,11 @@ def _check_groups(mine: list[dict[str, Any]], saved: list[dict[str, Any]]) -> No
 
 def _check_state(p: Tensor, group: dict[str, Any], state: dict[str, Any], name: str) -> None:
     plan, shape = _plan(p, group), tuple(full_shape(p))
-    expected = {key: shape for key in ("exp_avg", "exp_avg_sq") if key in state}
+    expected: dict[str, tuple[int, ...]] = {key: shape for key in ("exp_avg", "exp_avg_sq") if key in state}
     if plan is not None:
         if "exp_avg_sq" in state:
             raise OptimizerError(
-                "the loaded state holds a dense second moment (Adam's?) where this optimizer keeps factors",
+                "the loaded state holds a dense second moment (Adam's?) where this optimizer keeps factors.",
                 where=name,
                 remedy="Convert the optimizer that it came from with fxmem.adapt_optimizer.",
             )
@@ -885,12 +885,12 @@ def _check_state(p: Tensor, group: dict[str, Any], state: dict[str, Any], name: 
             expected |= {"q": (*stack, sides[0], k), "u": (*stack, sides[1], k)}
     elif "q" in state:
         raise OptimizerError(
-            "the loaded state holds factors where this optimizer keeps a dense second moment", where=name
+            "the loaded state holds factors where this optimizer keeps a dense second moment.", where=name
         )
     for key, want in expected.items():
         if tuple(state[key].shape) != want:
             raise OptimizerError(
-                f"the loaded {key} has shape {tuple(state[key].shape)}, the parameter needs {want}",
+                f"the loaded {key} has shape {tuple(state[key].shape)}, the parameter needs {want}.",
                 where=name,
                 remedy="Load the state into an optimizer over the parameters that it was saved for, in the same order.",
             )

@@ -42,7 +42,7 @@ def adapt_optimizer(optimizer: torch.optim.Optimizer, **overrides: Any) -> Adapp
     """
     if not isinstance(optimizer, torch.optim.Adam):
         raise OptimizerError(
-            f"{type(optimizer).__name__} cannot be turned into Adapprox",
+            f"{type(optimizer).__name__} cannot be turned into Adapprox.",
             where="optimizer",
             remedy="Give a torch.optim.Adam or AdamW, or build fxmem.Adapprox from the parameters.",
         )
@@ -69,14 +69,14 @@ def _convert(index: int, group: dict[str, Any], overrides: dict[str, Any]) -> di
     for option in ("amsgrad", "differentiable"):
         if group.get(option):
             raise OptimizerError(
-                f"Adapprox has no counterpart of {option}=True",
+                f"Adapprox has no counterpart of {option}=True.",
                 where=where,
                 remedy=f"Rebuild Adam with {option}=False.",
             )
     decay = overrides.get("weight_decay", group["weight_decay"])
     if decay and "weight_decay" not in overrides and not group["decoupled_weight_decay"]:
         raise OptimizerError(
-            "Adam adds weight_decay to the gradient, Adapprox decouples it as AdamW does",
+            "Adam adds weight_decay to the gradient, Adapprox decouples it as AdamW does.",
             where=where,
             remedy="Pass adapt_optimizer(..., weight_decay=<the decoupled decay you want>), or use AdamW.",
         )

@@ -338,13 +338,12 @@ def _rotate_and_cut(q: Tensor, u: Tensor, scale: Tensor, norm: Tensor, lost: Ten
     after = torch.cat([tail[..., 1:], torch.zeros_like(tail[..., :1])], -1) + lost.unsqueeze(-1)
     met = after <= xi**2 * norm.unsqueeze(-1)
     cap = min(cap, q.shape[-1])
-    count = q.shape[-1] - met.sum(-1) + 1
-    rank = [min(cap, int(c)) for c in count.tolist()]
-    width = max(rank)
-    turn = vectors[..., :width].to(q.dtype)
+    counts = q.shape[-1] - met.sum(-1) + 1
+    ranks = [min(cap, int(count)) for count in counts.tolist()]
+    turn = vectors[..., : max(ranks)].to(q.dtype)
     safe = torch.where(norm > 0, norm, 1.0)
-    error = [float((after[b, r - 1] / safe[b]).sqrt()) for b, r in enumerate(rank)]
-    return Factors(q @ turn, (u @ turn).mul_(scale), rank, error)
+    errors = [float((after[b, rank - 1] / safe[b]).sqrt()) for b, rank in enumerate(ranks)]
+    return Factors(q @ turn, (u @ turn).mul_(scale), ranks, errors)
 
 
 def relative_error(a: RowBlocks, q: Tensor, u: Tensor) -> list[float]:

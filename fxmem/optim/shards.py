@@ -62,7 +62,7 @@ def full_shape(p: Tensor) -> torch.Size:
 
 def local_part(p: Tensor) -> Tensor:
     """What this process holds of a tensor."""
-    return p.to_local() if is_sharded(p) else p  # type: ignore[attr-defined,no-any-return]
+    return p.to_local() if is_sharded(p) else p  # type: ignore[attr-defined]
 
 
 def shards_of(p: Tensor, plan: Layout | None, name: str) -> Shards:
@@ -99,7 +99,7 @@ def shards_of(p: Tensor, plan: Layout | None, name: str) -> Shards:
     if plan is not None and len(spread) == 1 and p.ndim == 2 and matrix_dims == {1}:
         return Shards(mesh, dims, transposed=True, elements=p.numel())
     raise OptimizerError(
-        f"Adapprox cannot factorize a DTensor placed as {tuple(placements)}",
+        f"Adapprox cannot factorize a DTensor placed as {tuple(placements)}.",
         where=name,
         remedy="Shard it along its first or (a matrix) second dimension over one mesh dimension, or put it in a group "
         "with rank=0, which keeps its second moment dense.",
@@ -125,6 +125,4 @@ def wrap_factor(x: Tensor, name: str, p: Tensor, plan: Layout, shards: Shards) -
     along_first = name == "q" or plan.stacked
     placements = [Shard(0) if s and along_first else Replicate() for s in spread]
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(  # type: ignore[no-any-return]
-        x.contiguous(), shards.mesh, placements, run_check=False, shape=shape, stride=stride
-    )
+    return DTensor.from_local(x.contiguous(), shards.mesh, placements, run_check=False, shape=shape, stride=stride)
