@@ -479,7 +479,9 @@ class Adapprox(torch.optim.Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             for name, value in self.defaults.items():
-                group.setdefault(name, value)
+                # torch puts this one into the defaults of every unpickled optimizer.
+                if name != "differentiable":
+                    group.setdefault(name, value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as `torch.optim.Optimizer.add_param_group`.
@@ -614,7 +616,7 @@ class Adapprox(torch.optim.Optimizer):
         self._restore(final[0])
 
     def _restore(self, saved: dict[str, Any]) -> None:
-        """Undo the cast to the parameter's dtype that torch applies to all state, and drop the padding of shards."""
+        """Undo torch's cast of all state to the parameter's dtype, and drop the padding of shards."""
         index = 0
         keys = [key for group in saved["param_groups"] for key in group["params"]]
         for number, group in enumerate(self.param_groups):
@@ -625,8 +627,9 @@ class Adapprox(torch.optim.Optimizer):
                     continue
                 state = self.state[p]
                 for name, value in saved["state"][key].items():
-                    if isinstance(value, Tensor) and value.dtype != state[name].dtype:
-                        state[name] = value.to(device=p.device).clone()
+                    if isinstance(value, Tensor):
+                        # A copy, where torch may alias: stepping must not change what was loaded from.
+                        state[name] = (value if name == "step" else value.to(device=p.device)).clone()
                 _check_state(p, group, state, describe_parameter(number, group, i))
                 shards, plan = self._shards(p, group), _plan(p, group)
                 if shards is not None and plan is not None and "q" in state:
