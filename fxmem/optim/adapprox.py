@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 import torch
@@ -22,7 +22,7 @@ from fxmem.optim.shards import Shards, full_shape, local_part, shards_of, wrap_f
 _FACTORS = ("q", "u")
 _RANK_POLICIES = ("spectrum", "paper")
 # Elements of one row block: its three or four operands stay in a core's L2 cache, or fill a GPU.
-_BLOCK = {"cpu": 2**17}
+_BLOCK = {"cpu": 2**19}
 _BLOCK_ELSEWHERE = 2**20
 # A normalized gradient up to this size is kept between the two sweeps of an update instead of being computed again.
 _KEPT_BYTES = 10 * 2**20
@@ -263,7 +263,9 @@ class RankPolicy:
 
 
 def second_moment(batch: list[Matrix], beta2: float, limit: float | None = None) -> lowrank.RowBlocks:
-    """V = β2 Q Uᵀ + (1 - β2) G ∘ G of equally shaped matrices, as something to multiply with.
+    """V / (1 - β2) = β2 / (1 - β2) Q Uᵀ + G ∘ G of equally shaped matrices, as something to multiply with.
+
+    The division spares a sweep over every block of squares.
 
     Args:
         batch: the matrices, whose q and u are the previous factors.
@@ -273,20 +275,22 @@ def second_moment(batch: list[Matrix], beta2: float, limit: float | None = None)
     first = batch[0]
     device = first.grad.tensor.device
     factored = first.q is not None and first.u is not None
+    block = rows_per_block(device, len(batch), first.columns)
+    scratch = torch.empty(len(batch), min(block, first.rows), first.columns, device=device)
 
     def rows(i: int, j: int) -> Tensor:
         grad = _stack([m.grad.read(i, j) for m in batch])
-        squares = torch.mul(grad, grad) if limit is None else torch.mul(grad, grad).clamp_(max=limit)
-        return squares.mul_(1 - beta2)
+        squares = torch.mul(grad, grad, out=scratch[:, : j - i])
+        return squares if limit is None else squares.clamp_(max=limit)
 
     return lowrank.RowBlocks(
         shape=(len(batch), first.rows, first.columns),
         rows=rows,
-        block=rows_per_block(device, len(batch), first.columns),
+        block=block,
         device=device,
         q=_stack([m.q for m in batch if m.q is not None]) if factored else None,
         u=_stack([m.u for m in batch if m.u is not None]) if factored else None,
-        decay=beta2,
+        decay=beta2 / (1 - beta2),
         reduce=first.shards.sum,
     )
 
@@ -307,7 +311,7 @@ def factorize(batch: list[Matrix], beta2: float, policy: RankPolicy) -> lowrank.
         # Only an overflow can be mended; a NaN in the gradient stays one, as in AdamW.
         if bool(torch.isfinite(found.u).all()):
             break
-    return found
+    return replace(found, u=found.u * (1 - beta2))
 
 
 def find_factors(a: lowrank.RowBlocks, seeds: list[int], policy: RankPolicy) -> lowrank.Factors:

@@ -37,7 +37,7 @@ class RowBlocks:
     Args:
         shape: (batch, rows held here, columns).
         rows: `rows(i, j)` gives rows i..j of S as a float32 tensor of shape (batch, j - i, columns), which the caller
-            may overwrite.
+            may overwrite and does not hold on to.
         block: rows per block.
         device: where S lives.
         q: orthonormal factor of shape (batch, rows, k), or None for A = S.

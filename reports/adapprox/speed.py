@@ -3,8 +3,8 @@
     python reports/adapprox/speed.py [--rounds 7] [--threads 1]
 
 The gradients are those of the model itself on the topics text (words as tokens), one backward pass of 2 x 64 tokens per
-step, so that the ranks are those that training reaches. The two optimizers step on the same gradients in turn; times are
-of process CPU and of the wall clock. Writes results/speed.json.
+step, so that the ranks are those that training reaches. The two optimizers step on the same gradients in turn; times
+are of process CPU and of the wall clock. Writes results/speed.json.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from torch import nn
 
 from fxmem.optim import Adapprox
 from fxmem.optim.accounting import account
+from fxmem.optim.adapprox import _BLOCK
 
 
 def gpt2(width, layers, vocabulary=50257, context=1024, device="meta"):
@@ -92,4 +93,5 @@ def test_temporaries_are_an_upper_bound_of_what_a_step_allocates():
             if event.name() == "[memory]":
                 live += event.nbytes()
                 peak = max(peak, live)
-        assert peak <= row.temporaries <= 8 * peak + 2**21, (shape, peak, row.temporaries)
+        # A batch of small matrices fills a block whatever the size of one of them.
+        assert peak <= row.temporaries <= 8 * peak + 16 * _BLOCK["cpu"], (shape, peak, row.temporaries)

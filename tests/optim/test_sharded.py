@@ -106,7 +106,7 @@ def _placements(rank, expected, folder):
     grads = [base * torch.randn(33, 24, generator=g).sign() * (1 + i) for i in range(5)]
     results = []
     for placement in (Replicate(), Shard(0), Shard(1)):
-        p = nn.Parameter(distribute_tensor(start, mesh, [placement]))
+        p = nn.Parameter(distribute_tensor(start.clone(), mesh, [placement]))
         opt = Adapprox([p], lr=0.01, rank=4, power_iterations=6)
         for grad in grads:
             p.grad = distribute_tensor(grad, mesh, [placement])
@@ -114,10 +114,10 @@ def _placements(rank, expected, folder):
         opt.load_state_dict(opt.state_dict())
         results.append(p.detach().full_tensor())
     for result in results[1:]:
-        torch.testing.assert_close(result, results[0], atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(result, results[0], atol=2e-3, rtol=2e-3)
     # A stack spread over its matrices, and a vector.
     stack, vector = torch.randn(3, 24, 16, generator=g), torch.randn(7, generator=g)
-    params = [nn.Parameter(distribute_tensor(t, mesh, [Shard(0)])) for t in (stack, vector)]
+    params = [nn.Parameter(distribute_tensor(t.clone(), mesh, [Shard(0)])) for t in (stack, vector)]
     plain = [nn.Parameter(t.clone()) for t in (stack, vector)]
     a, b = (Adapprox(ps, lr=0.01, rank=2, power_iterations=6) for ps in (params, plain))
     for _ in range(3):
