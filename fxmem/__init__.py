@@ -3,12 +3,14 @@
 from fxmem.api import optimize, report
 from fxmem.errors import ArgumentError, CaptureError, FxmemError, OptimizerError, RewriteError
 from fxmem.measure import measure
+from fxmem.optim import Adapprox, adapt_optimizer
 from fxmem.pipeline import OptimizedModule
 from fxmem.records import Decision, Measurement, MemoryReport
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adapprox",
     "ArgumentError",
     "CaptureError",
     "Decision",
@@ -18,6 +20,7 @@ __all__ = [
     "OptimizedModule",
     "OptimizerError",
     "RewriteError",
+    "adapt_optimizer",
     "measure",
     "optimize",
     "report",

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fxmem.capture import bind_example, check_model
 from fxmem.errors import ArgumentError
 from fxmem.measure import measure
 from fxmem.passes.base import module_path, op_name, source_of
+from fxmem.passes.optimizer_state import account, attach
 from fxmem.pipeline import OptimizedModule, placeholders, rewrite
-from fxmem.records import MemoryReport, NodeRow, SavedTensors
+from fxmem.records import MemoryReport, NodeRow, OptimizerRow, SavedTensors
 
 _POLICIES = ("exact",)
 _CAPTURES = ("auto", "symbolic")
@@ -25,6 +27,7 @@ def optimize(
     *,
     policy: str = "exact",
     capture: str = "auto",
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> OptimizedModule:
     """Rewrites a model so that its forward keeps only what backward needs; outputs and gradients stay those of eager.
 
@@ -39,11 +42,14 @@ def optimize(
         example_kwargs: keyword inputs.
         policy: ``"exact"``: the outputs and gradients of eager.
         capture: how to get the graph: ``"symbolic"`` or ``"auto"``.
+        optimizer: an Adam or AdamW of the model's parameters, fresh or in the middle of a run; the result's ``optimizer`` is
+            an Adapprox with its groups, hyperparameters and running state.
 
     Raises:
         ArgumentError: not a module, a ScriptModule, an unknown policy, or inputs that do not fit the model.
         CaptureError: the forward does what a graph cannot express.
         RewriteError: the rewritten graph failed its checks.
+        OptimizerError: the optimizer cannot be turned into Adapprox, or is another model's.
 
     Source: Bhatia and Dangel, *Lowering PyTorch's Memory Consumption for Selective Differentiation*, arXiv 2404.12406.
     """
@@ -60,6 +66,8 @@ def optimize(
     if isinstance(model, OptimizedModule):
         gm.copy_flags(model)
     rewrite(gm, None if bound is None else placeholders(gm, bound))
+    if optimizer is not None:
+        gm.optimizer = attach(gm, optimizer)
     return gm
 
 
@@ -99,6 +107,7 @@ def report(
         eager.kept,
         ours.kept,
         tuple(gm.grad_flow.parameters.values()),
+        tuple(OptimizerRow(r.name, r.adamw, r.rank_one, r.cap, r.reason) for r in account(gm).rows),
         real,
     )
 

@@ -12,6 +12,7 @@ from torch.fx.graph_module import reduce_graph_module
 
 from fxmem.capture import CONSTANTS, Capture, trace
 from fxmem.errors import ArgumentError, CaptureError, FxmemError
+from fxmem.optim import Adapprox
 from fxmem.passes import base
 from fxmem.passes.grad_flow import grad_flow
 from fxmem.passes.plan import choices, decide_by_observation, decide_by_structure
@@ -40,13 +41,15 @@ class OptimizedModule(fx.GraphModule):
 
     It has the parameters, buffers, hooks and state_dict keys of the model that it was made of, by identity, and train/eval
     flags of its own. ``decisions`` says what was done to each node and why; ``grad_flow`` holds the analysis; ``saved`` the
-    tensors that eager and this module keep, when example inputs were given.
+    tensors that eager and this module keep, when example inputs were given; ``optimizer`` the Adapprox that takes the place of
+    the optimizer given to ``fxmem.optimize``.
     """
 
     decisions: tuple[Decision, ...]
     grad_flow: GradFlow
     saved: tuple[SavedTensors, SavedTensors] | None
     notes: tuple[str, ...]
+    optimizer: Adapprox | None
 
     def __init__(self, source: nn.Module, given: Mapping[str, Any] | None = None) -> None:
         """Captures ``source`` and wraps the graph, with nothing rewritten yet.
@@ -67,6 +70,7 @@ class OptimizedModule(fx.GraphModule):
             decisions=(),
             saved=None,
             notes=(),
+            optimizer=None,
         )
         self._set_graph(capture)
 

@@ -146,6 +146,25 @@ class Measurement:
 
 
 @dataclass(frozen=True)
+class OptimizerRow:
+    """Bytes of optimizer state of one parameter that trains.
+
+    Args:
+        parameter: its name.
+        adamw: what AdamW keeps for it.
+        rank_one: what Adapprox keeps at rank 1.
+        cap: what Adapprox keeps at its largest rank.
+        reason: why its second moment is factored or dense.
+    """
+
+    parameter: str
+    adamw: int
+    rank_one: int
+    cap: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class NodeRow:
     """What one node keeps, under eager and under fxmem.
 
@@ -183,6 +202,7 @@ class MemoryReport:
         eager: bytes that eager keeps between forward and backward beyond parameters, buffers, inputs and outputs.
         fxmem: bytes that the rewritten model keeps.
         parameters: status of every parameter.
+        optimizer: optimizer state of every parameter that trains.
         measured: the allocator's figures of eager and fxmem, when they were really run.
     """
 
@@ -192,6 +212,7 @@ class MemoryReport:
     eager: int
     fxmem: int
     parameters: tuple[ParameterStatus, ...]
+    optimizer: tuple[OptimizerRow, ...]
     measured: tuple[Measurement, Measurement] | None = None
 
     LEFT_OUT = "parameters, buffers, inputs, outputs, gradients, optimizer state and what kernels use while they run"

@@ -49,6 +49,9 @@ def as_text(report: MemoryReport, *, by: By = "op", top: int | None = None, widt
     trained = [p for p in report.parameters if p.requires_grad]
     total, bytes_trained = (sum(p.nbytes for p in ps) for ps in (report.parameters, trained))
     lines.append(f"parameters: {human(total)}, of which {human(bytes_trained)} in {len(trained)} tensors train")
+    if report.optimizer:
+        adamw, low, high = (sum(getattr(r, what) for r in report.optimizer) for what in ("adamw", "rank_one", "cap"))
+        lines.append(f"optimizer state: AdamW {human(adamw)}, Adapprox {human(low)} at rank 1 to {human(high)} at full rank")
     lines += ["", _table(report, by, top, width), "", f"left out: {report.LEFT_OUT}"]
     return "\n".join(lines)
 

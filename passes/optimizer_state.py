@@ -1,4 +1,7 @@
-"""Bytes of optimizer state per parameter, from shapes alone: what Adapprox keeps, what AdamW would."""
+"""The companion pass: which parameters' optimizer state is factored, what it costs, and the optimizer that does it.
+
+Bytes come from shapes alone, so tensors on ``meta`` will do. Frozen parameters have no state; a tied one counts once.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fxmem.errors import OptimizerError
 from fxmem.optim.adapprox import Adapprox, largest_temporary
+from fxmem.optim.adapt import adapt_optimizer
 from fxmem.optim.layout import Layout, layout
 
 _STEP_BYTES = 4
@@ -120,6 +125,27 @@ def account(
             now = sum(t.numel() * t.element_size() for t in state.values() if isinstance(t, Tensor))
         rows.append(_row(name, tuple(p.shape), p.dtype, group, now))
     return StateReport(tuple(rows))
+
+
+def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> Adapprox:
+    """The optimizer to train ``model`` with in the place of a given one.
+
+    Args:
+        model: the module whose parameters train.
+        optimizer: an Adam or AdamW, fresh or in the middle of a run, which is converted; an Adapprox is taken as it is.
+
+    Raises:
+        OptimizerError: another optimizer, or one that holds parameters which are not the model's.
+    """
+    own = {id(p) for p in model.parameters()}
+    strangers = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+    if strangers:
+        raise OptimizerError(
+            f"it holds {strangers} parameters that are not the model's.",
+            where="optimizer",
+            remedy="Build it from the parameters of the model that is optimized.",
+        )
+    return optimizer if isinstance(optimizer, Adapprox) else adapt_optimizer(optimizer)
 
 
 def _once(parameters: nn.Module | Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
