@@ -35,12 +35,14 @@ class Capture:
             these values alone.
         opaque: paths of modules that were not looked into, each with the reason.
         constants: tensors that the traced code made by itself; the graph reads them under ``CONSTANTS``.
+        written: plain attributes that the forward sets on every call, which the graph does not.
     """
 
     graph: fx.Graph
     modes: Mapping[str, bool]
     opaque: Mapping[str, str]
     constants: Mapping[str, torch.Tensor]
+    written: tuple[str, ...]
 
 
 def check_model(model: object) -> nn.Module:
@@ -110,6 +112,9 @@ _UNTRACEABLE = (nn.modules.batchnorm._NormBase, nn.RNNBase, nn.MultiheadAttentio
 
 class _Tracer(fx.Tracer):
     """Symbolic tracer that refuses what a graph cannot express rather than baking it in."""
+
+    # Else what a forward does to its buffers would happen once, while it is traced.
+    proxy_buffer_attributes = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,6 +241,7 @@ def trace(model: nn.Module, given: Mapping[str, Any] | None = None) -> Capture:
     tracer = _Tracer()
     rng = torch.get_rng_state()
     before = set(vars(model))
+    states = {path: _State.of(m) for path, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)}
     try:
         with _recorded_modes(model) as modes:
             graph = tracer.trace(model, concrete_args=_specialized(model, given) or None)
@@ -252,7 +258,16 @@ def trace(model: nn.Module, given: Mapping[str, Any] | None = None) -> Capture:
         ) from error
     finally:
         # The tracer leaves tensors that it met as constants on the model; they belong to the graph.
-        constants = {name: vars(model).pop(name) for name in set(vars(model)) - before}
+        names = [name for name in set(vars(model)) - before if name.startswith("_tensor_constant")]
+        constants = {name: vars(model).pop(name) for name in names}
+        written = tuple(name for path, state in states.items() for name in state.undo(path))
+    rebound = [name for name in written if name.rpartition(".")[2] in _tensors_of(model, name)]
+    if rebound:
+        raise CaptureError(
+            "the forward puts another tensor in the place of this one, which a graph cannot.",
+            where=rebound[0],
+            remedy="Change it in place, such as self.calls.add_(1).",
+        )
     if not torch.equal(rng, torch.get_rng_state()):
         torch.set_rng_state(rng)
         raise CaptureError(
@@ -264,7 +279,42 @@ def trace(model: nn.Module, given: Mapping[str, Any] | None = None) -> Capture:
     for node in graph.nodes:
         if node.op == "get_attr" and node.target in constants:
             node.target = f"{CONSTANTS}.{node.target}"
-    return Capture(graph, dict(modes), tracer.opaque, constants)
+    return Capture(graph, dict(modes), tracer.opaque, constants, written)
+
+
+@dataclass(frozen=True)
+class _State:
+    """A module's attributes, to find and undo what tracing its forward did to them."""
+
+    module: nn.Module
+    plain: dict[str, Any]
+    nested: dict[str, dict[str, Any]]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _State:
+        plain = dict(vars(module))
+        return cls(module, plain, {kind: dict(plain[kind]) for kind in ("_buffers", "_parameters") if kind in plain})
+
+    def undo(self, path: str) -> list[str]:
+        """Puts everything back and names what had changed."""
+        changed = []
+        for old, new in ((self.plain, vars(self.module)), *((v, vars(self.module)[k]) for k, v in self.nested.items())):
+            for name in {*old, *new}:
+                if old.get(name, _ABSENT) is not new.get(name, _ABSENT):
+                    changed.append(f"{path}.{name}".removeprefix("."))
+                    if name in old:
+                        new[name] = old[name]
+                    else:
+                        del new[name]
+        return sorted(changed)
+
+
+_ABSENT = object()
+
+
+def _tensors_of(model: nn.Module, name: str) -> set[str]:
+    module = model.get_submodule(name.rpartition(".")[0])
+    return {*module._buffers, *module._parameters}
 
 
 def _name_placeholders(graph: fx.Graph, model: nn.Module) -> None:

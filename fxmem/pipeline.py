@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.graph_module import reduce_graph_module
@@ -26,6 +27,8 @@ _STANDARD = frozenset(vars(nn.Module()))
 def share(module: nn.Module, memo: dict[int, nn.Module] | None = None) -> nn.Module:
     """A copy of the module tree that shares parameters, buffers and hooks with the original, but not the train/eval flags."""
     memo = {} if memo is None else memo
+    if isinstance(module, torch.jit.ScriptModule):
+        return module  # compiled already: it lives on the far side of Python, flags and all
     if id(module) not in memo:
         twin = object.__new__(type(module))
         twin.__dict__ = dict(vars(module))
@@ -83,6 +86,7 @@ class OptimizedModule(fx.GraphModule):
     def _set_graph(self, capture: Capture) -> None:
         self.__dict__["_modes"] = dict(capture.modes)
         self.__dict__["_opaque"] = dict(capture.opaque)
+        self.__dict__["notes"] = tuple(f"the forward sets {name} on every call; the graph does not" for name in capture.written)
         self.graph = capture.graph
 
     def source(self) -> nn.Module:

@@ -334,3 +334,58 @@ def test_a_lone_layer_that_cannot_be_traced_says_what_to_do() -> None:
 def test_a_lone_layer_is_served_where_it_can_be() -> None:
     layer, x = nn.Conv2d(2, 3, 3).requires_grad_(False), torch.randn(1, 2, 5, 5, requires_grad=True)
     assert compare(layer, fxmem.optimize(layer), (x,))[1].measurement.kept == 0
+
+
+def test_buffers_are_read_and_changed_on_every_call() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls.add_(1)
+            return self.layer(x) * (self.calls * 2)
+
+    model, x = Counting(), torch.randn(3, 2, requires_grad=True)
+    optimized = fxmem.optimize(model, x)
+    assert model.calls == 0
+    compare(model, optimized, (x,))
+    optimized(x)
+    assert model.calls == 1
+
+
+def test_rebinding_a_buffer_is_refused() -> None:
+    class Rebinding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls = self.calls + 1
+            return x * self.calls
+
+    model = Rebinding()
+    with pytest.raises(fxmem.CaptureError, match=r"calls: the forward puts another tensor in the place .* self\.calls\.add_"):
+        fxmem.optimize(model)
+    assert isinstance(model.calls, Tensor)
+    assert model.calls == 0
+    assert torch.equal(model(torch.ones(2)), torch.ones(2))
+
+
+def test_attributes_set_by_the_forward_are_noted() -> None:
+    class Remembering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Module()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.inner.seen = self.layer(x)
+            return self.inner.seen + 1
+
+    model, x = Remembering(), torch.randn(3, 2, requires_grad=True)
+    optimized = fxmem.optimize(model, x)
+    assert not hasattr(model.inner, "seen")
+    assert optimized.notes == ("the forward sets inner.seen on every call; the graph does not",)
+    compare(model, optimized, (x,))

@@ -318,3 +318,10 @@ def test_nothing_outlives_the_model() -> None:
     del model, ours
     gc.collect()
     assert parameter() is None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_scripted_part_of_a_model() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU()))
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), scripted, nn.Conv2d(4, 2, 1)).requires_grad_(False)
+    compare(model, fxmem.optimize(model), (torch.randn(2, 3, 5, 5, requires_grad=True),))

@@ -1,6 +1,6 @@
 """Puts the training study into a table and a plot: reads results/train.jsonl, writes curves.svg and the table in README.md.
 
-    python reports/adapprox/summary.py
+python reports/adapprox/summary.py
 """
 
 from __future__ import annotations
@@ -42,10 +42,9 @@ def table(runs: dict[str, list[dict[str, Any]]]) -> str:
         losses = [final(r) for r in rows]
         state = max(r["state_bytes_every_20_steps"][-1] for r in rows) / adamw["state_bytes_every_20_steps"][-1]
         time = statistics.median(r["optimizer_step_cpu_seconds_median"] for r in rows)
-        lines.append(
-            f"| {name} | {rows[0]['lr']:g} | {len(rows)} | {statistics.mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f}) "
-            f"| {state:.3f} | {time / adamw['optimizer_step_cpu_seconds_median']:.1f} |"
-        )
+        spread = f"{statistics.mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})"
+        ratio = time / adamw["optimizer_step_cpu_seconds_median"]
+        lines.append(f"| {name} | {rows[0]['lr']:g} | {len(rows)} | {spread} | {state:.3f} | {ratio:.1f} |")
     return "\n".join(lines)
 
 
