@@ -22,7 +22,7 @@ from fxmem.optim.shards import Shards, full_shape, local_part, shards_of, wrap_f
 _FACTORS = ("q", "u")
 _RANK_POLICIES = ("spectrum", "paper")
 # Elements of one row block: its three or four operands stay in a core's L2 cache, or fill a GPU.
-_BLOCK = {"cpu": 2**19}
+_BLOCK = {"cpu": 2**17}
 _BLOCK_ELSEWHERE = 2**20
 # A normalized gradient up to this size is kept between the two sweeps of an update instead of being computed again.
 _KEPT_BYTES = 10 * 2**20
