@@ -764,8 +764,10 @@ def _update_bucket(jobs: list[_Job], group: dict[str, Any], hyper: Hyper) -> Non
 
 
 def _cut(x: Tensor, k: int) -> Tensor:
-    # Its own storage: a view would keep the wider factor, or the whole batch's, alive.
-    return x[:, :k].clone(memory_format=torch.contiguous_format)
+    x = x[:, :k]
+    # A view would keep the wider factor, or the whole batch's, alive.
+    alone = x.untyped_storage().nbytes() == x.numel() * x.element_size()
+    return x if alone else x.clone(memory_format=torch.contiguous_format)
 
 
 def _widen(x: Tensor, k: int) -> Tensor:
