@@ -329,9 +329,7 @@ def find_factors(a: lowrank.RowBlocks, seeds: list[int], policy: RankPolicy) -> 
         return lowrank.adaptive_s_rsi(a, policy.xi, policy.cap, draw, oversampling=oversampling, iterations=iterations)
     if policy.search:
         xi = policy.xi if policy.rank == "spectrum" else 0.0
-        return lowrank.fixed_precision(
-            a, xi, policy.cap, draw, start=a.u, oversampling=oversampling, iterations=iterations
-        )
+        return lowrank.fixed_precision(a, xi, policy.cap, draw, start=a.u, oversampling=oversampling, iterations=iterations)
     assert a.u is not None
     k = a.u.shape[-1]
     if policy.rank == "paper":
@@ -536,9 +534,7 @@ class Adapprox(torch.optim.Optimizer):
     def _step(self) -> None:
         position = 0
         for index, group in enumerate(self.param_groups):
-            jobs = [
-                self._job(index, group, i, position + i) for i, p in enumerate(group["params"]) if p.grad is not None
-            ]
+            jobs = [self._job(index, group, i, position + i) for i, p in enumerate(group["params"]) if p.grad is not None]
             position += len(group["params"])
             if not jobs:
                 continue
@@ -672,9 +668,7 @@ def _matrices(
     else:
         assert weight.ndim == 3
         pieces = [[None if t is None else t[b] for t in parts] for b in range(weight.shape[0])]
-        factors = [
-            [None if n not in state else local_part(state[n])[b] for n in _FACTORS] for b in range(weight.shape[0])
-        ]
+        factors = [[None if n not in state else local_part(state[n])[b] for n in _FACTORS] for b in range(weight.shape[0])]
     matrices = []
     for b, ((w, g, m, v), (q, u)) in enumerate(zip(pieces, factors, strict=True)):
         assert w is not None
@@ -893,9 +887,7 @@ def _check_state(p: Tensor, group: dict[str, Any], state: dict[str, Any], name: 
             sides = (plan.columns, plan.rows) if flip else (plan.rows, plan.columns)
             expected |= {"q": (*stack, sides[0], k), "u": (*stack, sides[1], k)}
     elif "q" in state:
-        raise OptimizerError(
-            "the loaded state holds factors where this optimizer keeps a dense second moment.", where=name
-        )
+        raise OptimizerError("the loaded state holds factors where this optimizer keeps a dense second moment.", where=name)
     for key, want in expected.items():
         if tuple(state[key].shape) != want:
             raise OptimizerError(

@@ -30,9 +30,7 @@ class Layout:
         return self.batch * rank * (self.rows + self.columns)
 
 
-def layout(
-    shape: Sequence[int], *, fraction: float = 0.25, rank: str | int = "spectrum", itemsize: int = 4
-) -> Layout | None:
+def layout(shape: Sequence[int], *, fraction: float = 0.25, rank: str | int = "spectrum", itemsize: int = 4) -> Layout | None:
     """The matrix view of a parameter, or None where its second moment stays dense.
 
     Matrices are themselves; convolution weights are (out, in · kernel); a 3-D tensor is a stack of matrices when its

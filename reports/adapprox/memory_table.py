@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from fxmem.optim.accounting import account
+from fxmem.passes.optimizer_state import account
 
 RESULTS = Path(__file__).parent / "results" / "memory_table.json"
 MODELS = {"GPT-2 117M": (768, 12), "GPT-2 345M": (1024, 24)}

@@ -62,10 +62,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(
-        t.numel() * t.element_size()
-        for s in optimizer.state.values()
-        for t in s.values()
-        if isinstance(t, torch.Tensor)
+        t.numel() * t.element_size() for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)
     )
 
 

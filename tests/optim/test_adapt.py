@@ -168,9 +168,6 @@ def test_refusals():
         adapt_optimizer(torch.optim.AdamW([p], amsgrad=True))
     with pytest.raises(OptimizerError, match="decouples"):
         adapt_optimizer(torch.optim.Adam([p], weight_decay=0.1))
-    assert (
-        adapt_optimizer(torch.optim.Adam([p], weight_decay=0.1), weight_decay=0.05).param_groups[0]["weight_decay"]
-        == 0.05
-    )
+    assert adapt_optimizer(torch.optim.Adam([p], weight_decay=0.1), weight_decay=0.05).param_groups[0]["weight_decay"] == 0.05
     assert adapt_optimizer(torch.optim.Adam([p])).param_groups[0]["weight_decay"] == 0
     assert adapt_optimizer(torch.optim.AdamW([p], weight_decay=0.1)).param_groups[0]["weight_decay"] == 0.1

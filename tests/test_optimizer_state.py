@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from fxmem.optim import Adapprox
-from fxmem.optim.accounting import account
 from fxmem.optim.adapprox import _BLOCK
+from fxmem.passes.optimizer_state import account
 
 
 def gpt2(width, layers, vocabulary=50257, context=1024, device="meta"):
@@ -72,9 +72,7 @@ def test_rows_say_why_and_skip_frozen_and_tied():
     }
     assert account([("thin", nn.Parameter(torch.zeros(3, 5)))]).rows[0].reason == "dense: factors would not be smaller"
     assert account([("w", nn.Parameter(torch.zeros(32, 32)))], rank=0).rows[0].reason == "dense: rank 0 was asked for"
-    assert (
-        account([("w", nn.Parameter(torch.zeros(32, 32)))], rank=5).rows[0].reason == "factored as 32 x 32, rank 5 to 5"
-    )
+    assert account([("w", nn.Parameter(torch.zeros(32, 32)))], rank=5).rows[0].reason == "factored as 32 x 32, rank 5 to 5"
 
 
 def test_temporaries_are_an_upper_bound_of_what_a_step_allocates():
@@ -95,3 +93,44 @@ def test_temporaries_are_an_upper_bound_of_what_a_step_allocates():
                 peak = max(peak, live)
         # A batch of small matrices fills a block whatever the size of one of them.
         assert peak <= row.temporaries <= 8 * peak + 16 * _BLOCK["cpu"], (shape, peak, row.temporaries)
+
+
+def test_the_pass_attaches_a_converted_optimizer():
+    import fxmem
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 36, 16))
+    model[0].requires_grad_(False)
+    x = torch.randn(4, 3, 8, 8)
+    adamw = torch.optim.AdamW([{"params": [model[3].weight], "lr": 1e-3}, {"params": [model[3].bias]}], weight_decay=0.3)
+    target = torch.randn(4, 16)
+    for _ in range(60):
+        adamw.zero_grad()
+        (model(torch.randn(4, 3, 8, 8)) - target).square().mean().backward()
+        adamw.step()
+    optimized = fxmem.optimize(model, (x,), optimizer=adamw)
+    adapprox = optimized.optimizer
+    assert isinstance(adapprox, fxmem.Adapprox)
+    assert [g["lr"] for g in adapprox.param_groups] == [1e-3, 1e-3]
+    assert [g["weight_decay"] for g in adapprox.param_groups] == [0.3, 0.3]
+    assert set(adapprox.state) == {model[3].weight, model[3].bias}
+    # The next step is the one that AdamW would have taken, up to the factorization.
+    old = model[3].weight.detach().clone()
+    adamw.zero_grad()
+    (optimized(x) - target).square().mean().backward()
+    adapprox.step()
+    mine = model[3].weight.detach() - old
+    with torch.no_grad():
+        model[3].weight.copy_(old)
+    adamw.step()
+    theirs = model[3].weight.detach() - old
+    assert torch.cosine_similarity(mine.flatten(), theirs.flatten(), 0) > 0.95
+    assert fxmem.optimize(model, (x,), optimizer=adapprox).optimizer is adapprox
+    assert fxmem.optimize(model).optimizer is None
+    with pytest.raises(fxmem.OptimizerError, match="optimizer: it holds 2 parameters that are not the model's"):
+        fxmem.optimize(model, optimizer=torch.optim.AdamW(nn.Linear(2, 2).parameters()))
+    with pytest.raises(fxmem.OptimizerError, match="SGD cannot be turned into Adapprox"):
+        fxmem.optimize(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    report = fxmem.report(model, (x,))
+    assert {r.parameter for r in report.optimizer} == {"3.weight", "3.bias"}
+    assert "optimizer state: AdamW" in str(report)

@@ -1,0 +1,324 @@
+"""Model to graph: symbolic tracing that keeps torch's layers, the hierarchy, parameter identity and source lines."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import os
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.parameter import is_lazy
+
+from fxmem.errors import ArgumentError, CaptureError
+
+CONSTANTS = "_fxmem_constants"
+
+_NOT_USERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A captured model.
+
+    Args:
+        graph: the graph; its targets are paths in the model.
+        modes: paths of modules whose train/eval flag the traced code read, with the value that it found. The graph holds for
+            these values alone.
+        opaque: paths of modules that were not looked into, each with the reason.
+        constants: tensors that the traced code made by itself; the graph reads them under ``CONSTANTS``.
+    """
+
+    graph: fx.Graph
+    modes: Mapping[str, bool]
+    opaque: Mapping[str, str]
+    constants: Mapping[str, torch.Tensor]
+
+
+def check_model(model: object) -> nn.Module:
+    """Refuses what cannot be optimized.
+
+    Raises:
+        ArgumentError: not a module, a ScriptModule, or a module with uninitialized lazy parameters.
+    """
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"an object of type {type(model).__name__}"
+        raise ArgumentError(f"expected a torch.nn.Module, got {what}.", where="model", remedy="Pass a module instance.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ArgumentError(
+            "a ScriptModule is compiled already and cannot be traced by torch.fx.",
+            where="model",
+            remedy="Pass the original nn.Module, before torch.jit.script or torch.jit.trace.",
+        )
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(parameter):
+            raise ArgumentError(
+                "this lazy parameter has no shape yet.",
+                where=name,
+                remedy="Run the model once on an example before optimizing it.",
+            )
+    return model
+
+
+def bind_example(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The example inputs by the names of the model's forward.
+
+    Raises:
+        ArgumentError: they do not fit the signature.
+    """
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ArgumentError(
+            f"the example inputs do not fit {type(model).__name__}.forward{inspect.signature(model.forward)}: {error}.",
+            where="example_args",
+            remedy="Pass exactly what the model is called with, positional inputs as a tuple.",
+        ) from error
+    return dict(bound.arguments)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(getattr(module, hooks, None) for hooks in _HOOKS)
+
+
+class _Proxy(fx.Proxy):
+    """Proxy that keeps in-place operators in place; torch's own turns ``x += y`` into ``x = x + y``, a new tensor."""
+
+
+def _inplace(operation: Callable[[Any, Any], Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:
+    def record(self: fx.Proxy, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", operation, (self, other), {})
+
+    return record
+
+
+for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "imatmul"):
+    setattr(_Proxy, f"__{_name}__", _inplace(getattr(operator, f"__{_name}__")))
+
+
+# Torch's own layers whose forward branches on its input: a user's subclass that calls it is a leaf as they are.
+_UNTRACEABLE = (nn.modules.batchnorm._NormBase, nn.RNNBase, nn.MultiheadAttention)
+
+
+class _Tracer(fx.Tracer):
+    """Symbolic tracer that refuses what a graph cannot express rather than baking it in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record_stack_traces = True
+        self.opaque: dict[str, str] = {}
+        self.grad_mode = torch.is_grad_enabled()
+        self.autocast = _autocast_state()
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if super().is_leaf_module(m, module_qualified_name) or type(m).__module__.startswith("fxmem.ops."):
+            return True
+        if isinstance(m, _UNTRACEABLE):
+            return True
+        reason = None
+        if _has_hooks(m):
+            reason = "not looked into: it has hooks, which must run on real tensors"
+        elif "forward" in vars(m):
+            reason = "not looked into: its forward was replaced on the instance"
+        if reason is not None:
+            self.opaque[module_qualified_name] = reason
+        return reason is not None
+
+    def create_arg(self, a: Any) -> Any:
+        # Torch's own tracer turns every mapping into a plain dict.
+        if isinstance(a, OrderedDict):
+            return self.create_proxy("call_function", OrderedDict, (list(a.items()),), {}).node
+        return super().create_arg(a)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if torch.is_grad_enabled() != self.grad_mode:
+            raise CaptureError(
+                "the forward switches grad mode (torch.no_grad or the like), which symbolic tracing would lose.",
+                remedy="Move that part into a module of its own that is not traced, or detach instead.",
+            )
+        if _autocast_state() != self.autocast:
+            raise CaptureError(
+                "the forward switches autocast, which symbolic tracing would lose.",
+                remedy="Enter autocast around the call of the model instead.",
+            )
+        node = super().create_node(*args, **kwargs)
+        if isinstance(node.type, str):
+            # An annotation that is not evaluated; older torch takes it for an object to import on unpickling.
+            node.type = None
+        if node.stack_trace:
+            node.meta["source"] = _source(node.stack_trace)
+        return node
+
+
+def _autocast_state() -> tuple[bool, bool, torch.dtype]:
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cpu"),
+    )
+
+
+def _source(stack_trace: str) -> str | None:
+    """``file:line`` of the innermost frame of a recorded stack that is not torch's own."""
+    found = None
+    for line in stack_trace.splitlines():
+        line = line.strip()
+        if line.startswith('File "'):
+            file, _, rest = line[6:].partition('", line ')
+            if file.startswith(_NOT_USERS):
+                continue
+            found = f"{file}:{rest.split(',')[0]}"
+    return found
+
+
+@contextmanager
+def _recorded_modes(model: nn.Module) -> Iterator[dict[str, bool]]:
+    """Records which modules' ``training`` flags are read, except by torch's own layers, which read it on every call."""
+    paths = {id(module): path for path, module in model.named_modules(remove_duplicate=True)}
+    seen: dict[str, bool] = {}
+
+    def read(self: nn.Module) -> bool:
+        value: bool = self.__dict__["training"]
+        if id(self) in paths:
+            seen[paths[id(self)]] = value
+        return value
+
+    def write(self: nn.Module, value: bool) -> None:
+        self.__dict__["training"] = value
+
+    nn.Module.training = property(read, write)  # type: ignore[assignment]
+    try:
+        yield seen
+    finally:
+        del nn.Module.training
+
+
+def _specialized(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Optional arguments that are not given and steer Python code: they stay at their defaults in the graph."""
+    concrete: dict[str, Any] = {}
+    for name, parameter in inspect.signature(model.forward).parameters.items():
+        default = parameter.default
+        if default is inspect.Parameter.empty:
+            continue
+        value = default if given is None or name not in given else given[name]
+        if value is None or isinstance(value, bool | str):
+            concrete[name] = value
+    return concrete
+
+
+def trace(model: nn.Module, given: Mapping[str, Any] | None = None) -> Capture:
+    """Captures ``model`` by symbolic tracing.
+
+    Args:
+        model: any module; it is left as it is.
+        given: example inputs by name. Optional arguments that are absent from it, or None, bool or str, are fixed in the graph.
+
+    Raises:
+        CaptureError: the forward does what a graph cannot express; says where.
+    """
+    if "forward" in vars(model):
+        raise CaptureError(
+            "the model's forward was replaced on the instance, and tracing follows the class.",
+            where=type(model).__name__,
+            remedy="Remove the wrapper (accelerate's remove_hook_from_module, for one), optimize, and wrap the result.",
+        )
+    tracer = _Tracer()
+    rng = torch.get_rng_state()
+    before = set(vars(model))
+    try:
+        with _recorded_modes(model) as modes:
+            graph = tracer.trace(model, concrete_args=_specialized(model, given) or None)
+    except CaptureError as error:
+        raise CaptureError(error.reason, where=error.where or _blame(error, model), remedy=error.remedy) from error
+    except Exception as error:
+        raise CaptureError(
+            f"symbolic tracing cannot follow this code: {_first_line(error)}.",
+            where=_blame(error, model),
+            remedy="Wrap it in nn.Sequential, so that it is a layer of a model."
+            if tracer.is_leaf_module(model, "")
+            else "Make the shape or value it branches on a constant, move the code into a module that torch.fx does not "
+            "trace, or optimize the traceable submodules one by one.",
+        ) from error
+    finally:
+        # The tracer leaves tensors that it met as constants on the model; they belong to the graph.
+        constants = {name: vars(model).pop(name) for name in set(vars(model)) - before}
+    if not torch.equal(rng, torch.get_rng_state()):
+        torch.set_rng_state(rng)
+        raise CaptureError(
+            "the forward draws random numbers while it is traced, which a graph would repeat on every call.",
+            where=type(model).__name__,
+            remedy="Draw them from a tensor that depends on the input, such as torch.rand_like(x), or pass them in.",
+        )
+    _name_placeholders(graph, model)
+    for node in graph.nodes:
+        if node.op == "get_attr" and node.target in constants:
+            node.target = f"{CONSTANTS}.{node.target}"
+    return Capture(graph, dict(modes), tracer.opaque, constants)
+
+
+def _name_placeholders(graph: fx.Graph, model: nn.Module) -> None:
+    """Gives fixed arguments their own names back, and a check that speaks of them in place of fx's."""
+    for name, node in zip(
+        inspect.signature(model.forward).parameters, [n for n in graph.nodes if n.op == "placeholder"], strict=False
+    ):
+        if not str(node.target).startswith("*"):
+            node.target = name
+    for node in list(graph.nodes):
+        fixed = node.op == "call_function" and node.target in (torch._assert, fx._symbolic_trace._assert_is_none)
+        if not fixed or "has been specialized" not in str(node.args[1]):
+            continue
+        condition = node.args[0]
+        placeholder, value = (condition, None) if condition.op == "placeholder" else condition.args
+        with graph.inserting_before(node):
+            check = graph.call_function(check_fixed, (placeholder, value, str(placeholder.target)))
+        # Generated code that is traced again, as unpickling does, must not look into the function.
+        check.meta["is_wrapped"] = True
+        graph.erase_node(node)
+        if condition is not placeholder:
+            graph.erase_node(condition)
+
+
+@fx.wrap
+def check_fixed(value: Any, expected: Any, name: str) -> None:
+    """Refuses another value of an argument than the one that the graph was captured with.
+
+    Args:
+        value: what was passed.
+        expected: what the graph holds for: None, a bool or a str.
+        name: the argument.
+
+    Raises:
+        ArgumentError: they differ.
+    """
+    if type(value) is not type(expected) or value != expected:
+        what = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+        raise ArgumentError(
+            f"the graph was captured with {expected!r} here and cannot take {what}.",
+            where=name,
+            remedy=f"Pass {name} among the example inputs of fxmem.optimize.",
+        )
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0].rstrip('.')}" if text else type(error).__name__
+
+
+def _blame(error: BaseException, model: nn.Module) -> str:
+    """``file:line (in function)`` of the innermost frame of user code."""
+    user = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_USERS)]
+    if not user:
+        return type(model).__name__
+    last = user[-1]
+    return f"{last.filename}:{last.lineno} (in {last.name})"

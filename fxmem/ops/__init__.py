@@ -1,0 +1,9 @@
+"""Selective-save ops, one file per family, and the ordered table of their rules."""
+
+from __future__ import annotations
+
+from fxmem.ops import batch_norm, conv, dropout, linear, pool, relu
+from fxmem.ops.common import Rule
+
+RULES: tuple[Rule, ...] = (linear.RULE, conv.RULE, batch_norm.RULE, relu.RULE, *pool.RULES, dropout.RULE)
+"""Every rule, in the order in which they are tried; no two speak of the same module class or function."""

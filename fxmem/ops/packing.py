@@ -1,0 +1,296 @@
+"""One bit per element: packing the mask that backward needs in place of a tensor.
+
+The elements are taken in the order in which they lie in memory and cut into blocks of ``BLOCK``. Within a block of
+``8 m`` elements (the last one padded), bit ``j`` of byte ``i`` belongs to element ``j m + i``. With this order packing
+is a matrix-vector product with the powers of two, unpacking a broadcast bitwise and, and both run through the cache
+block by block: the temporaries stay below a megabyte whatever the size of the tensor.
+
+The entry points are registered with ``torch.library``, so fake tensors, tracers and partitioners see one op each.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxmem.ops.common import is_dense
+
+BLOCK = 1 << 17
+
+_library = torch.library.Library("fxmem", "DEF")
+_library.define("pack_nonzero(Tensor input) -> Tensor")
+_library.define("relu_pack(Tensor input) -> (Tensor, Tensor)")
+_library.define("relu_pack_(Tensor(a!) input) -> Tensor")
+_library.define("unpack(Tensor packed, SymInt[] size, SymInt[] stride, ScalarType dtype) -> Tensor")
+_library.define("threshold_backward(Tensor grad, Tensor packed, SymInt[] stride) -> Tensor")
+_library.define("scale_backward(Tensor grad, Tensor packed, SymInt[] stride, float scale) -> Tensor")
+
+# A float whose only set bit is one of its exponent bits is positive, so eight of them in turn are what the eight bits
+# of a byte unpack to. (float16 has five exponent bits; its other three are subnormal and positive all the same.)
+_INTEGER = {2: (torch.int16, 7), 4: (torch.int32, 23), 8: (torch.int64, 52)}
+
+
+def pack_nonzero(input: Tensor) -> Tensor:
+    """Packs ``input != 0``, one bit per element in memory order; NaN counts, as it does in torch's threshold.
+
+    Args:
+        input: any shape and real or bool dtype; a tensor that does not fill its memory is read in row-major order.
+
+    Returns:
+        uint8 of ``ceil(numel / 8)`` elements.
+    """
+    return torch.ops.fxmem.pack_nonzero(input)
+
+
+def relu_pack(input: Tensor, inplace: bool) -> tuple[Tensor, Tensor]:
+    """ReLU and the packed sign of its output, in one pass through memory.
+
+    Args:
+        input: any shape, floating-point.
+        inplace: whether to overwrite ``input``.
+
+    Returns:
+        The output, and what ``pack_nonzero`` makes of it.
+    """
+    if inplace:
+        return input, torch.ops.fxmem.relu_pack_(input)
+    output, packed = torch.ops.fxmem.relu_pack(input)
+    return output, packed
+
+
+def unpack(packed: Tensor, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The packed mask as a tensor of zeros and ones.
+
+    Args:
+        packed: what ``pack_nonzero`` returned.
+        size: shape of the tensor that was packed.
+        stride: its strides if it fills its memory, else those of a row-major tensor.
+        dtype: a floating-point dtype.
+    """
+    return torch.ops.fxmem.unpack(packed, size, stride, dtype)
+
+
+def threshold_backward(grad: Tensor, packed: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """``grad`` where the bit is set, 0 elsewhere: torch's ``threshold_backward`` with a packed mask.
+
+    Args:
+        grad: gradient of the output, of the packed tensor's shape.
+        packed: what ``pack_nonzero`` returned.
+        stride: strides of the packed tensor, as in ``unpack``.
+    """
+    return torch.ops.fxmem.threshold_backward(grad, packed, stride)
+
+
+def scale_backward(grad: Tensor, packed: Tensor, stride: tuple[int, ...], scale: float) -> Tensor:
+    """``grad * (scale where the bit is set, else 0)``: the derivative of dropout with a packed mask.
+
+    Args:
+        grad: gradient of the output, of the packed tensor's shape.
+        packed: what ``pack_nonzero`` returned.
+        stride: strides of the packed tensor, as in ``unpack``.
+        scale: what the kept elements were multiplied by.
+    """
+    return torch.ops.fxmem.scale_backward(grad, packed, stride, scale)
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The strides under which ``pack_nonzero`` reads ``tensor``: its own, or row-major if it has gaps or overlaps."""
+    if is_dense(tensor):
+        return tuple(tensor.stride())
+    stride: list[int] = []
+    step = 1
+    for n in reversed(tensor.shape):
+        stride.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(stride))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """A dense tensor's elements in memory order, as a view."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _block(n: int, device: torch.device) -> int:
+    """Elements per block."""
+    # Elsewhere than on CPU a launch costs more than a pass over memory; the bit order is then that of one block.
+    return BLOCK if device.type == "cpu" else max(-(-n // 8) * 8, 8)
+
+
+def _pack_impl(input: Tensor) -> Tensor:
+    return _pack_flat(_flat(input) if is_dense(input) else input.contiguous().view(-1), None)
+
+
+def _relu_pack_inplace_impl(input: Tensor) -> Tensor:
+    if not is_dense(input):
+        return _pack_impl(torch.relu_(input))
+    flat = _flat(input)
+    return _pack_flat(flat, flat)
+
+
+def _relu_pack_impl(input: Tensor) -> tuple[Tensor, Tensor]:
+    if not is_dense(input):
+        output = torch.relu(input)
+        return output, _pack_impl(output)
+    output = torch.empty_like(input)
+    return output, _pack_flat(_flat(output), _flat(input))
+
+
+def _pack_flat(flat: Tensor, relu_of: Tensor | None) -> Tensor:
+    """Packs ``flat``; with ``relu_of`` it is first made the ReLU of that, block by block while it is in the cache."""
+    n = flat.numel()
+    out = torch.empty(-(-n // 8), dtype=torch.uint8, device=flat.device)
+    if n == 0:
+        return out
+    if flat.device.type != "cpu":
+        if relu_of is not None:
+            torch.clamp_min(relu_of, 0, out=flat)
+        mask = torch.zeros(8 * out.numel(), dtype=torch.uint8, device=flat.device)
+        mask[:n] = torch.ne(flat, 0)
+        shifts = torch.arange(8, dtype=torch.uint8, device=flat.device)
+        return torch.sum(mask.view(8, -1).bitwise_left_shift_(shifts[:, None]), 0, dtype=torch.uint8, out=out)
+    work = torch.float64 if flat.dtype is torch.float64 else torch.float32
+    # Devices are named throughout: the default device may be another one.
+    powers = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0], dtype=work, device=flat.device)
+    mask = torch.empty(min(BLOCK, 8 * out.numel()), dtype=work, device=flat.device)
+    columns = mask.view(8, -1).t()
+    sums = torch.empty(columns.shape[0], dtype=work, device=flat.device)
+    sources = flat.split(BLOCK) if relu_of is None else relu_of.split(BLOCK)
+    for block, source, packed in zip(flat.split(BLOCK), sources, out.split(BLOCK // 8), strict=True):
+        if relu_of is not None:
+            torch.clamp_min(source, 0, out=block)
+        if block.numel() != mask.numel():
+            mask = mask[: 8 * packed.numel()]
+            columns, sums = mask.view(8, -1).t(), sums[: packed.numel()]
+            mask[block.numel() :] = 0
+        # Comparing into a buffer of the operand's own dtype is several times faster than into bool.
+        if flat.dtype is work and block.numel() == mask.numel():
+            torch.ne(block, 0, out=mask)
+        else:
+            mask[: block.numel()].copy_(torch.ne(block, 0))
+        packed.copy_(torch.mv(columns, powers, out=sums))
+    return out
+
+
+@functools.lru_cache
+def _bits(integer: torch.dtype, shift: int, device: torch.device) -> Tensor:
+    return torch.tensor([1 << (shift + j) for j in range(8)], dtype=integer, device=device)[:, None]
+
+
+def _spread(packed: Tensor, out: Tensor) -> None:
+    """Writes one block: something positive where the bit is set, 0 elsewhere, into the flat float tensor ``out``."""
+    integer, shift = _INTEGER[out.dtype.itemsize]
+    m = packed.numel()
+    whole = out.numel() == 8 * m
+    target = out if whole else torch.empty(8 * m, dtype=out.dtype, device=out.device)
+    bytes_in_place = packed.to(integer).bitwise_left_shift_(shift)
+    torch.bitwise_and(bytes_in_place, _bits(integer, shift, out.device), out=target.view(integer).view(8, m))
+    if not whole:
+        out.copy_(target[: out.numel()])
+
+
+def _unpack_impl(packed: Tensor, size: list[int], stride: list[int], dtype: torch.dtype) -> Tensor:
+    out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
+    for bits, block in _paired(packed, out):
+        _spread(bits, block)
+        block.gt_(0)
+    return out
+
+
+def _threshold_backward_impl(grad: Tensor, packed: Tensor, stride: list[int]) -> Tensor:
+    if not is_dense(grad) or list(grad.stride()) != list(stride):
+        mask = _unpack_impl(packed, list(grad.shape), stride, grad.dtype)
+        return torch.ops.aten.threshold_backward(grad, mask, 0)
+    out = torch.empty_like(grad)
+    for bits, block, part in _paired(packed, out, grad):
+        _spread(bits, block)
+        torch.ops.aten.threshold_backward.grad_input(part, block, 0, grad_input=block)
+    return out
+
+
+def _scale_backward_impl(grad: Tensor, packed: Tensor, stride: list[int], scale: float) -> Tensor:
+    if not is_dense(grad) or list(grad.stride()) != list(stride):
+        return grad * _unpack_impl(packed, list(grad.shape), stride, grad.dtype).mul_(scale)
+    out = torch.empty_like(grad)
+    for bits, block, part in _paired(packed, out, grad):
+        _spread(bits, block)
+        block.gt_(0).mul_(scale).mul_(part)
+    return out
+
+
+def _paired(packed: Tensor, *dense: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Block by block, the packed bytes and the elements of dense tensors of one layout that belong to them."""
+    block = _block(dense[0].numel(), packed.device)
+    return zip(packed.split(block // 8), *(_flat(t).split(block) for t in dense), strict=True)
+
+
+def _pack_fake(input: Tensor) -> Tensor:
+    return input.new_empty((input.numel() + 7) // 8, dtype=torch.uint8)
+
+
+def _relu_pack_inplace_fake(input: Tensor) -> Tensor:
+    return _pack_fake(input)
+
+
+def _relu_pack_fake(input: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.relu(input), _pack_fake(input)
+
+
+def _unpack_fake(packed: Tensor, size: list[int], stride: list[int], dtype: torch.dtype) -> Tensor:
+    return packed.new_empty_strided(size, stride, dtype=dtype)
+
+
+def _threshold_backward_fake(grad: Tensor, packed: Tensor, stride: list[int]) -> Tensor:
+    return torch.ops.aten.threshold_backward(grad, grad.new_empty_strided(grad.shape, stride), 0)
+
+
+def _scale_backward_fake(grad: Tensor, packed: Tensor, stride: list[int], scale: float) -> Tensor:
+    return grad * grad.new_empty_strided(grad.shape, stride)
+
+
+for _name, _impl, _fake in (
+    ("pack_nonzero", _pack_impl, _pack_fake),
+    ("relu_pack", _relu_pack_impl, _relu_pack_fake),
+    ("relu_pack_", _relu_pack_inplace_impl, _relu_pack_inplace_fake),
+    ("unpack", _unpack_impl, _unpack_fake),
+    ("threshold_backward", _threshold_backward_impl, _threshold_backward_fake),
+    ("scale_backward", _scale_backward_impl, _scale_backward_fake),
+):
+    _library.impl(_name, _impl, "CPU")
+    _library.impl(_name, _impl, "CUDA")
+    torch.library.register_fake(f"fxmem::{_name}", _fake, lib=_library)
+
+
+# The two derivatives are linear in grad and each its own derivative, so they differentiate any number of times.
+
+
+def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, packed, *ctx.rest = inputs
+    ctx.save_for_backward(packed)
+
+
+def _derive(op: Callable[..., Tensor]) -> Callable[..., Any]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (packed,) = ctx.saved_tensors
+        return op(grad, packed, *ctx.rest), None, *(None for _ in ctx.rest)
+
+    return backward
+
+
+def _batch(op: Callable[..., Tensor]) -> Callable[..., Any]:
+    def batched(info: Any, in_dims: Any, grad: Tensor, packed: Tensor, *rest: Any) -> tuple[Tensor, int]:
+        grads, masks = (
+            [t] * info.batch_size if dim is None else t.unbind(dim) for t, dim in zip((grad, packed), in_dims, strict=False)
+        )
+        return torch.stack([op(g, m, *rest) for g, m in zip(grads, masks, strict=True)]), 0
+
+    return batched
+
+
+for _op in (threshold_backward, scale_backward):
+    _qualified = f"fxmem::{_op.__name__}"
+    torch.library.register_autograd(_qualified, _derive(_op), setup_context=_save_packed, lib=_library)
+    torch.library.register_vmap(_qualified, _batch(_op), lib=_library)

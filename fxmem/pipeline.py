@@ -1,0 +1,269 @@
+"""The passes in order, and the module that comes out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.graph_module import reduce_graph_module
+
+from fxmem.capture import CONSTANTS, Capture, trace
+from fxmem.errors import ArgumentError, CaptureError, FxmemError
+from fxmem.optim import Adapprox
+from fxmem.passes import base
+from fxmem.passes.grad_flow import grad_flow
+from fxmem.passes.plan import choices, decide_by_observation, decide_by_structure
+from fxmem.passes.saved_tensors import Observation, observe
+from fxmem.passes.selective_save import check_metadata, selective_save
+from fxmem.records import Decision, GradFlow, SavedTensors
+
+_STANDARD = frozenset(vars(nn.Module()))
+
+
+def share(module: nn.Module, memo: dict[int, nn.Module] | None = None) -> nn.Module:
+    """A copy of the module tree that shares parameters, buffers and hooks with the original, but not the train/eval flags."""
+    memo = {} if memo is None else memo
+    if id(module) not in memo:
+        twin = object.__new__(type(module))
+        twin.__dict__ = dict(vars(module))
+        memo[id(module)] = twin
+        twin.__dict__["_modules"] = {
+            name: None if child is None else share(child, memo) for name, child in module._modules.items()
+        }
+    return memo[id(module)]
+
+
+class OptimizedModule(fx.GraphModule):
+    """A GraphModule that keeps only what backward needs.
+
+    It has the parameters, buffers, hooks and state_dict keys of the model that it was made of, by identity, and train/eval
+    flags of its own. ``decisions`` says what was done to each node and why; ``grad_flow`` holds the analysis; ``saved`` the
+    tensors that eager and this module keep, when example inputs were given; ``optimizer`` the Adapprox that takes the place of
+    the optimizer given to ``fxmem.optimize``.
+    """
+
+    decisions: tuple[Decision, ...]
+    grad_flow: GradFlow
+    saved: tuple[SavedTensors, SavedTensors] | None
+    notes: tuple[str, ...]
+    optimizer: Adapprox | None
+
+    def __init__(self, source: nn.Module, given: Mapping[str, Any] | None = None) -> None:
+        """Captures ``source`` and wraps the graph, with nothing rewritten yet.
+
+        Args:
+            source: the model.
+            given: example inputs by name, which decide what optional arguments are fixed to.
+        """
+        capture = trace(source, given)
+        root = share(source)
+        _add_constants(root, capture)
+        super().__init__(root, capture.graph, type(source).__name__)
+        self._adopt(vars(root))
+        self.__dict__.update(
+            _source=source,
+            # What trace needs of the example inputs: their names, and the values that it fixes.
+            _given=given and {k: v if v is None or isinstance(v, bool | str) else ... for k, v in given.items()},
+            decisions=(),
+            saved=None,
+            notes=(),
+            optimizer=None,
+        )
+        self._set_graph(capture)
+
+    def _adopt(self, state: Mapping[str, Any]) -> None:
+        """Takes over a module's children, tensors, hooks, flags and plain attributes."""
+        for name, value in state.items():
+            if name in _STANDARD or (name not in self.__dict__ and name != "forward"):
+                self.__dict__[name] = value
+
+    def _set_graph(self, capture: Capture) -> None:
+        self.__dict__["_modes"] = dict(capture.modes)
+        self.__dict__["_opaque"] = dict(capture.opaque)
+        self.graph = capture.graph
+
+    def source(self) -> nn.Module:
+        """The model that this module was made of.
+
+        Raises:
+            CaptureError: a submodule was replaced since, so it no longer is.
+        """
+        self._check_unchanged()
+        source: nn.Module = self.__dict__["_source"]
+        return source
+
+    def copy_flags(self, other: nn.Module) -> None:
+        """Takes over the train/eval flags of a module of the same hierarchy."""
+        theirs = dict(other.named_modules(remove_duplicate=False))
+        for path, module in self.named_modules(remove_duplicate=False):
+            if path in theirs:
+                module.training = theirs[path].training
+
+    # Everything below this line keeps the module true to its model while flags change and copies are made.
+
+    def recompile(self) -> Any:
+        """Generates the code of the graph; where the traced code read train/eval flags, the code checks them first."""
+        code = super().recompile()
+        if self.__dict__.get("_modes"):
+            cls = type(self)
+            generated = cls.forward
+
+            def forward(self: OptimizedModule, *args: Any, **kwargs: Any) -> Any:
+                if self._stale():
+                    self._respecialize()
+                    return type(self).forward(self, *args, **kwargs)
+                return generated(self, *args, **kwargs)
+
+            cls.forward = forward
+        return code
+
+    def _stale(self) -> bool:
+        modes: dict[str, bool] = self.__dict__["_modes"]
+        return any(self.get_submodule(path).training != mode for path, mode in modes.items())
+
+    def _respecialize(self) -> None:
+        """Captures the model again under the flags as they are now, and rewrites it from structure."""
+        source = self.source()
+        with _flags_of(self, source):
+            capture = trace(source, self.__dict__["_given"])
+        _add_constants(self, capture)
+        self._set_graph(capture)
+        rewrite(self, None)
+
+    def _check_unchanged(self) -> None:
+        source: Any = self._source
+        theirs = dict(source.named_modules(remove_duplicate=False))
+        for path, module in self.named_modules(remove_duplicate=False):
+            if path.startswith(CONSTANTS):
+                continue
+            if path not in theirs or (path and theirs[path]._parameters is not module._parameters):
+                raise CaptureError(
+                    "this module was replaced after optimize, so the model cannot be captured again.",
+                    where=path,
+                    remedy="Replace it in the original model and optimize that.",
+                )
+
+    def _deepcopy_init(self) -> Any:
+        return OptimizedModule._restore
+
+    def _restore(self, body: nn.Module, graph: fx.Graph) -> None:
+        """Second half of copying and unpickling: an instance from a full set of attributes and a graph."""
+        fx.GraphModule.__init__(self, body, graph, vars(body).get("_graphmodule_cls_name", "GraphModule"))
+        self._adopt(vars(body))
+        self.recompile()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rebuild, (body, imports) = super().__reduce__()
+        del rebuild
+        return _unpickle, (body, imports)
+
+
+def _unpickle(body: dict[str, Any], imports: str) -> OptimizedModule:
+    graph: Any = reduce_graph_module(dict(body), imports).graph
+    holder = nn.Module()
+    holder.__dict__.update(body)
+    module = OptimizedModule.__new__(OptimizedModule)
+    module._restore(holder, graph)
+    return module
+
+
+def _add_constants(root: nn.Module, capture: Capture) -> None:
+    if capture.constants:
+        holder = nn.Module()
+        for name, value in capture.constants.items():
+            holder.register_buffer(name, value, persistent=False)
+        root._modules[CONSTANTS] = holder
+
+
+@contextmanager
+def _flags_of(module: nn.Module, source: nn.Module) -> Iterator[None]:
+    """``source`` with the train/eval flags of ``module``, for a while."""
+    theirs = dict(source.named_modules(remove_duplicate=False))
+    old = {path: m.training for path, m in theirs.items()}
+    for path, m in module.named_modules(remove_duplicate=False):
+        if path in theirs:
+            theirs[path].training = m.training
+    try:
+        yield
+    finally:
+        for path, flag in old.items():
+            theirs[path].training = flag
+
+
+def rewrite(gm: OptimizedModule, inputs: Mapping[str, Any] | None) -> None:
+    """Runs analysis, plan and rewrite over a freshly captured module.
+
+    Args:
+        gm: the module; its graph is rewritten in place.
+        inputs: example inputs by placeholder, real or fake; None to go by structure alone.
+
+    Raises:
+        ArgumentError: the example inputs do not run through the model.
+        RewriteError: the rewritten graph failed its checks.
+    """
+    graph = gm.graph
+    flow = grad_flow(gm, graph, None if inputs is None else _input_flags(inputs))
+    found = choices(gm, graph, flow)
+    stock = None if inputs is None else _observe_stock(gm, graph, inputs)
+    saved = None
+    if stock is None or inputs is None:
+        verdicts = decide_by_structure(gm, found, flow)
+        selective_save(gm, graph, found, verdicts)
+    else:
+        plain = [c.verdict if not c.verdict.instead_of_output else _later(c.verdict) for c in found]
+        selective_save(gm, graph, found, plain)
+        verdicts = decide_by_observation(found, observe(gm, graph, inputs).saved)
+        selective_save(gm, graph, found, verdicts)
+        final = observe(gm, graph, inputs)
+        check_metadata(stock.metadata, final.metadata)
+        saved = (stock.saved, final.saved)
+    opaque: Any = gm._opaque
+    refused = tuple(
+        Decision(node.name, str(node.target), "module", False, opaque[str(node.target)], None, base.source_of(node))
+        for node in graph.nodes
+        if node.op == "call_module" and str(node.target) in opaque
+    )
+    gm.__dict__.update(
+        decisions=tuple(c.decision(v) for c, v in zip(found, verdicts, strict=True)) + refused,
+        grad_flow=flow,
+        saved=saved,
+    )
+    gm.recompile()
+
+
+def _later(verdict: Any) -> Any:
+    return type(verdict)(False, verdict.reason)
+
+
+def _observe_stock(gm: OptimizedModule, graph: fx.Graph, inputs: Mapping[str, Any]) -> Observation | None:
+    try:
+        return observe(gm, graph, inputs)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        name = getattr(error, "func", error)
+        gm.__dict__["notes"] = (
+            *gm.notes,
+            f"{name} depends on the data, so bytes are unknown ahead of a run: the rewrite went by structure alone",
+        )
+        return None
+    except FxmemError:
+        raise
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        raise ArgumentError(
+            f"the model does not run on these example inputs: {type(error).__name__}: {text[0] if text else ''}",
+            where="example_args",
+            remedy="Pass inputs that model(*example_args, **example_kwargs) accepts.",
+        ) from error
+
+
+def _input_flags(inputs: Mapping[str, Any]) -> dict[str, bool]:
+    return {name: any(t.requires_grad for t in base.tensors_of(value)) for name, value in inputs.items()}
+
+
+def placeholders(gm: fx.GraphModule, bound: Mapping[str, Any]) -> dict[str, Any]:
+    """The bound arguments by the graph's placeholders."""
+    targets = [str(node.target) for node in gm.graph.nodes if node.op == "placeholder"]
+    return {target: bound[target.lstrip("*")] for target in targets if target.lstrip("*") in bound}

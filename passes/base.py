@@ -1,0 +1,78 @@
+"""What the passes share: how to read a node."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxmem.ops import RULES
+from fxmem.ops.common import Rule
+
+
+def module_of(gm: nn.Module, node: fx.Node) -> nn.Module | None:
+    """The module that a ``call_module`` node calls, else None."""
+    return gm.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the innermost module whose forward contains the call; empty at the top."""
+    if node.op == "call_module":
+        return str(node.target)
+    stack = node.meta.get("nn_module_stack") or {}
+    return str(list(stack.values())[-1][0]) if stack else ""
+
+
+def op_name(gm: nn.Module, node: fx.Node) -> str:
+    """Short name of the operation of ``node``."""
+    if node.op == "call_module":
+        name = type(module_of(gm, node)).__name__
+        return name.removeprefix("Selective")
+    if node.op in ("call_function", "call_method"):
+        return getattr(node.target, "__name__", str(node.target))
+    return node.op
+
+
+def source_of(node: fx.Node) -> str | None:
+    """``file:line`` of the call in the user's code, if the tracer recorded it."""
+    location: str | None = node.meta.get("source")
+    return location
+
+
+def attribute(gm: nn.Module, path: str) -> Any:
+    """The value that a ``get_attr`` node reads."""
+    prefix, _, name = path.rpartition(".")
+    return getattr(gm.get_submodule(prefix), name)
+
+
+def _by_function() -> dict[Callable[..., object], tuple[Rule, Callable[..., object]]]:
+    return {stock: (rule, ours) for rule in RULES for stock, ours in rule.functions.items()}
+
+
+def _by_method() -> dict[str, tuple[Rule, Callable[..., object]]]:
+    return {name: (rule, ours) for rule in RULES for name, ours in rule.methods.items()}
+
+
+FUNCTIONS = _by_function()
+METHODS = _by_method()
+MODULES: dict[type[nn.Module], tuple[Rule, type[nn.Module]]] = {
+    stock: (rule, ours) for rule in RULES for stock, ours in rule.modules.items()
+}
+
+
+def bound_arguments(function: Callable[..., object], node: fx.Node) -> dict[str, Any] | None:
+    """The arguments of a function or method node by the names of ``function``, or None if they do not fit it."""
+    try:
+        return dict(inspect.signature(function).bind(*node.args, **node.kwargs).arguments)
+    except TypeError:
+        return None
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in a nest of tuples, lists, dicts and dataclass-like outputs."""
+    for leaf in torch.utils._pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
