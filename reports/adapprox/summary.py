@@ -1,6 +1,6 @@
 """Puts the training study into a table and a plot: reads results/train.jsonl, writes curves.svg and the table in README.md.
 
-python reports/adapprox/summary.py
+    python reports/adapprox/summary.py
 """
 
 from __future__ import annotations
