@@ -22,7 +22,7 @@ from fxmem.optim.shards import Shards, full_shape, local_part, shards_of, wrap_f
 _FACTORS = ("q", "u")
 _RANK_POLICIES = ("spectrum", "paper")
 # Elements of one row block: its three or four operands stay in a core's L2 cache, or fill a GPU.
-_BLOCK = {"cpu": 2**19}
+_BLOCK = {"cpu": 2**17}
 _BLOCK_ELSEWHERE = 2**20
 # A normalized gradient up to this size is kept between the two sweeps of an update instead of being computed again.
 _KEPT_BYTES = 10 * 2**20
@@ -758,8 +758,10 @@ def _update_bucket(jobs: list[_Job], group: dict[str, Any], hyper: Hyper) -> Non
 
 
 def _cut(x: Tensor, k: int) -> Tensor:
-    # Its own storage: a view would keep the wider factor, or the whole batch's, alive.
-    return x[:, :k].clone(memory_format=torch.contiguous_format)
+    x = x[:, :k]
+    # A view would keep the wider factor, or the whole batch's, alive.
+    alone = x.untyped_storage().nbytes() == x.numel() * x.element_size()
+    return x if alone else x.clone(memory_format=torch.contiguous_format)
 
 
 def _widen(x: Tensor, k: int) -> Tensor:

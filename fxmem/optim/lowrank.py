@@ -21,6 +21,8 @@ Draw = Callable[[int], Tensor]
 _PIVOT_FLOOR = {torch.float32: 3e-3, torch.float64: 1e-7}
 # Directions whose share of the Gram matrix is below this are rounding noise even in float64.
 _NULL_FLOOR = 1e-14
+# Elements of a tall factor that are turned at once.
+_TURN_BLOCK = 2**17
 # ‖A‖² - ‖QᵀA‖² of float32 factors is good to about 1e-6 ‖A‖²; an error this small is measured instead of subtracted.
 _CANCELLATION = 1e-4
 
@@ -131,19 +133,18 @@ def orthonormalize(y: Tensor, reduce: Reduce = unreduced) -> Tensor:
     direction that is not there becomes a zero column, which contributes nothing to any product.
 
     Args:
-        y: (batch, rows, k), float32; any scale.
+        y: (batch, rows, k), float32; any scale. It is overwritten: a second copy of a tall factor would be the
+            largest thing that a step allocates.
         reduce: sums over the processes that hold the other rows.
     """
-    y = y / _nonzero(reduce(_column_max(y)))
+    y.div_(_nonzero(reduce(_column_max(y))))
     if y.shape[-1] == 0:
         return y
     for dtype in (torch.float32, torch.float64):
-        z: Tensor | None = y.to(dtype)
-        for _ in range(2):
-            z = None if z is None else _cholesky_qr(z, reduce, _PIVOT_FLOOR[dtype])
-        if z is not None:
+        # A pass that fails leaves the span as it was, so that the next dtype can go on from there.
+        z = y.to(dtype)
+        if all(_cholesky_qr_(z, reduce, _PIVOT_FLOOR[dtype]) for _ in range(2)):
             return z.to(y.dtype)
-    z = y.double()
     if not bool(torch.isfinite(reduce(z.sum())).all()):
         return torch.full_like(y, torch.nan)
     for _ in range(2):
@@ -155,7 +156,8 @@ def orthonormalize(y: Tensor, reduce: Reduce = unreduced) -> Tensor:
     return z.to(y.dtype)
 
 
-def _cholesky_qr(y: Tensor, reduce: Reduce, floor: float) -> Tensor | None:
+def _cholesky_qr_(y: Tensor, reduce: Reduce, floor: float) -> bool:
+    """Orthonormalize the columns of `y` in place; False, with `y` untouched, if they are too dependent."""
     gram = reduce(y.mT @ y)
     size = gram.diagonal(dim1=-2, dim2=-1)
     inverse = torch.where(size > 0, size, 1.0).rsqrt()
@@ -165,8 +167,18 @@ def _cholesky_qr(y: Tensor, reduce: Reduce, floor: float) -> Tensor | None:
     factor, info = torch.linalg.cholesky_ex(gram)
     smallest = factor.diagonal(dim1=-2, dim2=-1).amin()
     if bool(info.ne(0).any() | ~(smallest > floor)):
-        return None
-    return torch.linalg.solve_triangular(factor.mT, y * inverse.unsqueeze(-2), upper=True, left=False)
+        return False
+    one = torch.eye(y.shape[-1], dtype=y.dtype, device=y.device).expand_as(factor)
+    turn = torch.linalg.solve_triangular(factor.mT, one, upper=True)
+    _turn_columns_(y, inverse.unsqueeze(-1) * turn)
+    return True
+
+
+def _turn_columns_(y: Tensor, turn: Tensor) -> None:
+    """y = y turn in place, in row blocks."""
+    rows = max(1, _TURN_BLOCK // max(1, y.shape[0] * y.shape[-1]))
+    for i in range(0, y.shape[-2], rows):
+        y[:, i : i + rows] = y[:, i : i + rows] @ turn
 
 
 def _column_max(y: Tensor) -> Tensor:
@@ -298,7 +310,7 @@ def fixed_precision(
     q, u = seeds.new_empty(a.shape[0], m, 0), seeds.new_empty(a.shape[0], n, 0)
     while True:
         block_q, block_u = _extend(a, q, u, seeds, scale, iterations)
-        q, u = torch.cat([q, block_q], -1), torch.cat([u, block_u], -1)
+        q, u = (block_q, block_u) if not q.shape[-1] else (torch.cat([q, block_q], -1), torch.cat([u, block_u], -1))
         del block_q, block_u
         lost = norm - u.double().square().sum(dim=(1, 2))
         if bool((lost < _CANCELLATION * norm).any()):
@@ -318,9 +330,9 @@ def _extend(a: RowBlocks, q: Tensor, u: Tensor, seeds: Tensor, scale: Tensor, it
         y = a.times(x).div_(scale)
         if q.shape[-1]:
             # Twice: what one projection leaves along q is rounding error relative to A, not to the residual.
-            y -= q @ (u.mT @ x)
+            y.baddbmm_(q, u.mT @ x, alpha=-1)
             y = orthonormalize(y, a.reduce)
-            y -= q @ a.reduce(q.mT @ y)
+            y.baddbmm_(q, a.reduce(q.mT @ y), alpha=-1)
         block_q = orthonormalize(y, a.reduce)
         block_u = a.transposed_times(block_q).div_(scale)
     return block_q, block_u
@@ -340,10 +352,12 @@ def _rotate_and_cut(q: Tensor, u: Tensor, scale: Tensor, norm: Tensor, lost: Ten
     cap = min(cap, q.shape[-1])
     counts = q.shape[-1] - met.sum(-1) + 1
     ranks = [min(cap, int(count)) for count in counts.tolist()]
-    turn = vectors[..., : max(ranks)].to(q.dtype)
+    turn = vectors.to(q.dtype)
+    _turn_columns_(q, turn)
+    width = max(ranks)
     safe = torch.where(norm > 0, norm, 1.0)
     errors = [float((after[b, rank - 1] / safe[b]).sqrt()) for b, rank in enumerate(ranks)]
-    return Factors(q @ turn, (u @ turn).mul_(scale), ranks, errors)
+    return Factors(q[..., :width], (u @ turn[..., :width]).mul_(scale), ranks, errors)
 
 
 def relative_error(a: RowBlocks, q: Tensor, u: Tensor) -> list[float]:

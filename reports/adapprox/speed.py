@@ -15,6 +15,7 @@ import json
 import pydoc_data.topics
 import statistics
 import time
+import weakref
 import zlib
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ import torch
 from gpt import Block
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.profiler import ProfilerActivity, profile
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxmem.optim import Adapprox
 
@@ -58,15 +60,45 @@ def tokens() -> Tensor:
     return torch.tensor([zlib.crc32(word.encode()) % VOCABULARY for word in words])
 
 
+class Meter(TorchDispatchMode):
+    """Counts the bytes of storages that operators make, and those of the old state that they set free."""
+
+    def __init__(self, held: list[Tensor]) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.known: set[int] = set()
+        for t in held:
+            self._watch(t)
+        self.live = self.peak = 0
+
+    def _watch(self, t: Tensor) -> None:
+        storage = t.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.known:
+            self.known.add(key)
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.live -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in pytree.tree_leaves(out):
+            if isinstance(t, Tensor):
+                self._watch(t)
+        return out
+
+
 def peak_bytes(optimizer: torch.optim.Optimizer) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+    held = [t for state in optimizer.state.values() for t in state.values()]
+    held += [t for group in optimizer.param_groups for p in group["params"] for t in (p.detach(), p.grad)]
+    with Meter(held) as meter:
+        del held
         optimizer.step()
-    live = peak = 0
-    for event in prof.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
+    return meter.peak
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -97,11 +129,11 @@ def measure(options: dict[str, Any], rounds: int) -> dict[str, Any]:
         for p, q in zip(model.parameters(), twins, strict=True):
             q.grad = p.grad
         if i == rounds + 1:
-            # Once between searches and once, at another step of the same state, with one.
-            temporaries["step"] = peak_bytes(ours)
-            for state in ours.state.values():
-                state["step"].fill_(ours.param_groups[0]["interval"] * 100.0)
-            temporaries["rank search"] = peak_bytes(ours)
+            # A rank search is due when the steps done are a multiple of the interval.
+            for kind, done in (("step", 1), ("rank search", 0)):
+                for state in ours.state.values():
+                    state["step"].fill_(ours.param_groups[0]["interval"] * 100.0 + done)
+                temporaries[kind] = peak_bytes(ours)
             break
         for name, optimizer in (("adamw", adamw), ("ours", ours)) if i % 2 else (("ours", ours), ("adamw", adamw)):
             spent = timed(optimizer)

@@ -187,7 +187,7 @@ def test_orthonormal_columns_span_the_input(columns):
         y[..., 3] = y[..., 0]
     elif columns == "zero":
         y[..., 1] = 0
-    q = lowrank.orthonormalize(y * 1e-25)
+    q = lowrank.orthonormalize(y * 1e-25)  # overwrites its argument, not y
     rank = {"independent": 4, "nearly dependent": 4, "equal": 3, "zero": 3}[columns]
     gram = (q.mT @ q)[0]
     eigenvalues = torch.linalg.eigvalsh(gram)
