@@ -96,3 +96,12 @@ def test_readme_example_runs() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "kept for backward" in done.stdout
     assert "Measurement(kept=" in done.stdout
+
+
+def test_a_checkout_works_where_it_is_not_installed() -> None:
+    code = (
+        "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f)];"
+        "import fxmem, fxmem.passes.plan; print(fxmem.passes.plan.__file__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert Path(done.stdout.strip()) == ROOT / "passes" / "plan.py"
