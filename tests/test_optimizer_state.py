@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from fxmem.optim import Adapprox
-from fxmem.optim.adapprox import _BLOCK
 from fxmem.passes.optimizer_state import account
 
 
@@ -92,7 +91,7 @@ def test_temporaries_are_an_upper_bound_of_what_a_step_allocates():
                 live += event.nbytes()
                 peak = max(peak, live)
         # A batch of small matrices fills a block whatever the size of one of them.
-        assert peak <= row.temporaries <= 8 * peak + 16 * _BLOCK["cpu"], (shape, peak, row.temporaries)
+        assert peak <= row.temporaries <= 8 * peak + 2**21, (shape, peak, row.temporaries)
 
 
 def test_the_pass_attaches_a_converted_optimizer():

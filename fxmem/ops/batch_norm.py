@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
-from fxmem.ops.common import NO_GRADIENT, Layout, Rule, Site, Verdict, engaged, intercepted
+from fxmem.ops.common import NO_GRADIENT, Layout, Rule, Site, Verdict, engaged, intercepted, weight_trains
 
 
 class _BatchNormEval(torch.autograd.Function):
@@ -125,11 +125,7 @@ class SelectiveBatchNorm3d(nn.BatchNorm3d):
 
 def _check(site: Site) -> Verdict:
     if site.needs("weight"):
-        return Verdict(
-            False,
-            f"kept: {site.name('weight')} requires grad, and its gradient is made of the input",
-            f"freezing {site.name('weight')} lets the input go in eval mode",
-        )
+        return weight_trains(site, " in eval mode")
     if not site.needs("input") and not site.needs("bias"):
         return NO_GRADIENT
     module = site.module

@@ -194,6 +194,16 @@ class Rule:
     methods: Mapping[str, Callable[..., object]] = field(default_factory=dict)
 
 
+def weight_trains(site: Site, when: str = "") -> Verdict:
+    """The refusal of a site whose weight requires grad; ``when`` says under what condition freezing it would help."""
+    name = site.name("weight")
+    return Verdict(
+        False,
+        f"kept: {name} requires grad, and its gradient is made of the input",
+        f"freezing {name} lets the input go{when}",
+    )
+
+
 NO_GRADIENT = Verdict(False, "nothing to save: no gradient flows through it")
 
 

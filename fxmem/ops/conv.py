@@ -25,6 +25,7 @@ from fxmem.ops.common import (
     engaged,
     intercepted,
     ntuple,
+    weight_trains,
 )
 
 
@@ -264,11 +265,7 @@ class SelectiveConvTranspose3d(nn.ConvTranspose3d):
 
 def _check(site: Site) -> Verdict:
     if site.needs("weight"):
-        return Verdict(
-            False,
-            f"kept: {site.name('weight')} requires grad, and its gradient is made of the input",
-            f"freezing {site.name('weight')} lets the input go",
-        )
+        return weight_trains(site)
     if not site.needs("input") and not site.needs("bias"):
         return NO_GRADIENT
     return Verdict(True, f"dropped: {site.name('weight')} is frozen, and nothing else needs the input")

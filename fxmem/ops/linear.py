@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
-from fxmem.ops.common import NO_GRADIENT, Rule, Site, Verdict, autocast_dtype, cast, engaged, intercepted
+from fxmem.ops.common import NO_GRADIENT, Rule, Site, Verdict, autocast_dtype, cast, engaged, intercepted, weight_trains
 
 
 class _Linear(torch.autograd.Function):
@@ -68,11 +68,7 @@ class SelectiveLinear(nn.Linear):
 
 def _check(site: Site) -> Verdict:
     if site.needs("weight"):
-        return Verdict(
-            False,
-            f"kept: {site.name('weight')} requires grad, and its gradient is made of the input",
-            f"freezing {site.name('weight')} lets the input go",
-        )
+        return weight_trains(site)
     if not site.needs("input"):
         return NO_GRADIENT
     return Verdict(True, "nothing kept: the weight is frozen, and under autocast no copy of it is kept either")
