@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from fxmem.capture import bind_example, check_model
 from fxmem.errors import ArgumentError
-from fxmem.measure import measure
-from fxmem.passes.base import module_path, op_name, source_of
-from fxmem.passes.optimizer_state import account, attach
+from fxmem.passes.optimizer_state import attach
 from fxmem.pipeline import OptimizedModule, placeholders, rewrite
-from fxmem.records import MemoryReport, NodeRow, OptimizerRow, SavedTensors
+from fxmem.records import MemoryReport
+from fxmem.reporting import Options, build_report
 
 _POLICIES = ("exact",)
 _CAPTURES = ("auto", "symbolic")
@@ -77,74 +76,43 @@ def report(
     example_kwargs: Mapping[str, Any] | None = None,
     *,
     measured: bool = False,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    autocast: torch.dtype | None = None,
+    optimizer: str | torch.optim.Optimizer = "AdamW",
+    freezing: int = 3,
+    progress: Callable[[str], None] | None = None,
 ) -> MemoryReport:
     """What eager keeps for backward, what fxmem keeps, and why, without running anything for real.
 
+    Forward and backward run on fake tensors, so neither memory nor the device is needed. A model that fxmem cannot capture
+    is reported as it is, without fxmem's column; the notes say why.
+
     Args:
-        model: the model.
+        model: the model, on any device, ``meta`` and fake ones included.
         example_args: positional inputs, real or fake; a lone tensor stands for a tuple of one.
         example_kwargs: keyword inputs.
-        measured: whether to run both for real as well and add the allocator's figures.
+        measured: whether to run both for real as well and add the allocator's figures. Where an op's result depends on the
+            data, this real run takes the place of the one on fake tensors.
+        device: device to report for, such as ``"cuda"``, whether it is there or not; the model's own by default.
+        dtype: dtype of floating-point parameters, buffers and inputs to report for; their own by default.
+        autocast: dtype of autocast to report under; none by default.
+        optimizer: whose state counts: ``"Adapprox"`` or the name of a class in ``torch.optim``, or an optimizer of the model's
+            parameters, fresh or in the middle of a run.
+        freezing: for how many parameters, and how many families of them, to find out what freezing them would free.
+        progress: called with a line of text before each longer step.
 
     Raises:
-        ArgumentError: as ``optimize``, or there are no example inputs.
-        CaptureError: as ``optimize``.
+        ArgumentError: as ``optimize``, there are no example inputs, an option does not fit, or an op depends on the data.
     """
     args = (example_args,) if isinstance(example_args, Tensor) else tuple(example_args)
-    if not args and not example_kwargs:
-        raise ArgumentError("a report needs example inputs.", where="example_args", remedy="Pass the model's inputs.")
-    gm = optimize(model, args, example_kwargs)
-    if gm.saved is None:
-        raise ArgumentError("; ".join(gm.notes) + ".", where="model", remedy="Measure it instead: fxmem.measure(model, ...).")
-    eager, ours = gm.saved
-    real = None
-    if measured:
-        real = (measure(model, args, example_kwargs), measure(gm, args, example_kwargs))
-    return MemoryReport(
-        type(model).__name__,
-        _describe((*args, *(example_kwargs or {}).values())),
-        _rows(gm, eager, ours),
-        eager.kept,
-        ours.kept,
-        tuple(gm.grad_flow.parameters.values()),
-        tuple(OptimizerRow(r.name, r.adamw, r.rank_one, r.cap, r.reason) for r in account(gm).rows),
-        real,
+    return build_report(
+        model,
+        args,
+        dict(example_kwargs or {}),
+        Options(measured, None if device is None else torch.device(device), dtype, autocast, optimizer, freezing),
+        progress or (lambda line: None),
     )
-
-
-def _describe(values: tuple[Any, ...]) -> str:
-    return ", ".join(
-        f"{'x'.join(map(str, t.shape))} {str(t.dtype).removeprefix('torch.')}{' requires grad' if t.requires_grad else ''}"
-        for t in values
-        if isinstance(t, Tensor)
-    )
-
-
-def _rows(gm: OptimizedModule, eager: SavedTensors, ours: SavedTensors) -> tuple[NodeRow, ...]:
-    before, after = eager.by_node(), ours.by_node()
-    decisions = {d.node: d for d in gm.decisions}
-    rows = []
-    for node in gm.graph.nodes:
-        decision = decisions.get(node.name)
-        old, new = before.get(node.name, 0), after.get(node.name, 0)
-        if decision is None and not old and not new:
-            continue
-        reason = decision.reason if decision else ""
-        if not reason and old:
-            reason = "kept: its derivative needs it, and no rule speaks of this op"
-        rows.append(
-            NodeRow(
-                node.name,
-                module_path(node),
-                op_name(gm, node),
-                source_of(node),
-                old,
-                new,
-                reason,
-                decision.remedy if decision else None,
-            )
-        )
-    return tuple(rows)
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import importlib
-import importlib.util
 import os
+import re
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import fxmem
-from fxmem.builtin import frozen_network
 from fxmem.errors import ArgumentError, FxmemError
-from fxmem.render import as_json, as_text
+from fxmem.html import as_html
+from fxmem.records import MemoryReport
+from fxmem.render import as_diff, as_markdown, as_text, human, parts_of
+from fxmem.targets import FORMS, load
+
+_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,42 +36,61 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments; those of the process by default.
 
     Returns:
-        Exit status: 0, or 2 after an error, which is printed on one line.
+        Exit status: 0; 1 where ``--fits`` finds that it does not; 2 after an error, which is printed on one line.
     """
-    parser = _parser()
-    options = parser.parse_args(argv)
+    options = _parser().parse_args(argv)
     try:
-        print(_report(options))
+        with warnings.catch_warnings():
+            # Data goes to stdout and errors are one line; what libraries warn of as they load is neither.
+            warnings.simplefilter("ignore")
+            return _report(options)
     except FxmemError as error:
         print(f"fxmem: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader went away (head, less); the interpreter must not complain about it while it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+        return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fxmem", description=fxmem.__doc__)
     parser.add_argument("--version", action="version", version=f"fxmem {fxmem.__version__} (torch {torch.__version__})")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    report = commands.add_parser("report", help="what a model keeps for backward, and what it need not")
-    report.add_argument(
-        "target",
-        nargs="?",
-        metavar="TARGET",
-        help="torchvision:NAME, package.module:callable or path/file.py:callable, which returns a model or a model and its "
-        "inputs; a frozen residual network if left out",
+    report = commands.add_parser(
+        "report",
+        help="what a model keeps for backward, what it need not, and whether it fits",
+        description="What a model keeps for backward, what it need not, and whether it fits. Nothing runs for real unless "
+        "--measure is given, so neither memory nor the device is needed.",
     )
-    report.add_argument("--input", action="append", metavar="8x3x224x224", help="shape of an input, once per input")
-    report.add_argument("--train", action=_Pattern, metavar="PATTERN", help="parameters that train (glob, repeatable)")
-    report.add_argument("--freeze", action=_Pattern, metavar="PATTERN", help="parameters that do not; the last match wins")
-    report.add_argument("--input-grad", action="store_true", help="differentiate with respect to the inputs")
-    report.add_argument("--mode", choices=("train", "eval"), help="train or eval mode; as built by default")
-    report.add_argument("--measure", action="store_true", help="run it for real as well and print what the allocator counted")
-    report.add_argument("--by", choices=("op", "module", "node"), default="op", help="one line for each of these")
-    report.add_argument("--top", type=int, metavar="N", help="only the N lines that keep the most")
-    report.add_argument("--format", choices=("table", "json"), default="table")
+    report.set_defaults(patterns=[])
+    report.add_argument(
+        "target", nargs="?", metavar="TARGET", help=f"{FORMS}; a callable returns a model, or a model and its inputs"
+    )
+    model = report.add_argument_group("the model and what trains")
+    model.add_argument("--input", action="append", metavar="8x3x224x224", help="shape of an input, once per input")
+    model.add_argument("--train", action=_Pattern, metavar="PATTERN", help="parameters that train (glob, repeatable)")
+    model.add_argument("--freeze", action=_Pattern, metavar="PATTERN", help="parameters that do not; the last match wins")
+    model.add_argument("--lora", metavar="r=8,targets=q_proj+v_proj", help="freeze it and put LoRA adapters around it, by peft")
+    model.add_argument("--input-grad", action="store_true", help="differentiate with respect to the inputs")
+    model.add_argument("--mode", choices=("train", "eval"), help="train or eval mode; as built by default")
+    where = report.add_argument_group("how it runs")
+    where.add_argument("--device", metavar="cuda", help="device to report for, whether it is there or not")
+    where.add_argument("--dtype", choices=_DTYPES, help="dtype of parameters, buffers and inputs")
+    where.add_argument("--autocast", choices=_DTYPES, help="dtype of autocast")
+    where.add_argument("--optimizer", default="AdamW", metavar="NAME", help="Adapprox or one of torch.optim; AdamW by default")
+    where.add_argument("--measure", action="store_true", help="run it for real as well and print what the allocator counted")
+    what = report.add_argument_group("what is printed")
+    what.add_argument("--by", choices=("op", "module", "node"), default="op", help="one line for each of these")
+    what.add_argument("--depth", type=_positive, metavar="N", help="with --by module: components of the path to go by")
+    what.add_argument("--top", type=_positive, metavar="N", help="only the N lines that keep the most")
+    what.add_argument(
+        "--freezing", type=_count, default=3, metavar="N", help="parameters and families to try freezing; 3 by default"
+    )
+    what.add_argument("--format", choices=("table", "json", "markdown", "html"), default="table")
+    what.add_argument("--fits", metavar="24GiB", help="whether a training step fits: exit status 0 or 1, and what dominates")
+    what.add_argument("--diff", metavar="OLD.json", help="what grew and what went since a report that --format json wrote")
+    what.add_argument("--quiet", action="store_true", help="no progress on stderr")
     return parser
 
 
@@ -72,88 +98,124 @@ class _Pattern(argparse.Action):
     """Collects --train and --freeze in the order given."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        namespace.patterns = [*getattr(namespace, "patterns", []), (self.dest == "train", values)]
+        namespace.patterns = [*namespace.patterns, (self.dest == "train", values)]
 
 
-def _report(options: argparse.Namespace) -> str:
-    model, inputs = _load(options.target)
-    if options.input:
-        inputs = tuple(torch.randn(_shape(text)) for text in options.input)
-    if not inputs:
-        raise ArgumentError("the input's shape is not known.", where="--input", remedy="Give it, such as --input 8x3x224x224.")
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise ValueError(text)
+    return number
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+def _report(options: argparse.Namespace) -> int:
+    limit = None if options.fits is None else _bytes(options.fits)
+    old = None if options.diff is None else _old(options.diff)
+    progress = _progress(options.quiet)
+    progress(f"building {options.target or 'a residual network'}")
+    target = load(options.target, [_shape(text) for text in options.input or ()], real=options.measure, lora=options.lora)
+    model, inputs = target.model, (target.args, target.kwargs or {})
     if options.mode:
         model.train(options.mode == "train")
-    for train, pattern in getattr(options, "patterns", []):
+    for train, pattern in options.patterns:
         _set_requires_grad(model, pattern, train)
+    device, dtype = options.device, _DTYPES.get(options.dtype)
+    if options.measure and (device or dtype):
+        model = _moved(model, device, dtype)
+        inputs = tree_map_only(Tensor, lambda t: t.to(device, dtype if t.is_floating_point() else None), inputs)
+        device = dtype = None
     if options.input_grad:
-        inputs = tuple(t.detach().requires_grad_() if isinstance(t, Tensor) and t.is_floating_point() else t for t in inputs)
-    report = fxmem.report(model, inputs, measured=options.measure)
-    return as_json(report) if options.format == "json" else as_text(report, by=options.by, top=options.top)
-
-
-def _load(target: str | None) -> tuple[nn.Module, tuple[Any, ...]]:
-    if target is None:
-        return frozen_network()
-    place, _, name = target.rpartition(":")
-    if not place or not name:
-        raise ArgumentError(
-            f"{target!r} names no model.",
-            where="TARGET",
-            remedy="Use torchvision:NAME, package.module:callable or file.py:callable.",
-        )
-    if place == "torchvision":
-        return _torchvision(name), (torch.randn(8, 3, 224, 224),)
-    built = _callable(place, name)()
-    if isinstance(built, tuple):
-        model, *rest = built
-        inputs = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], tuple | list) else tuple(rest)
+        inputs = tree_map_only(Tensor, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t, inputs)
+    report = fxmem.report(
+        model,
+        *inputs,
+        measured=options.measure,
+        device=device,
+        dtype=dtype,
+        autocast=_DTYPES.get(options.autocast),
+        optimizer=options.optimizer,
+        freezing=options.freezing,
+        progress=progress,
+    )
+    progress("")
+    shown: dict[str, Any] = {"by": options.by, "top": options.top, "depth": options.depth}
+    if old is not None:
+        print(as_diff(old, report, top=options.top))
+    elif options.format == "json":
+        print(report.to_json())
+    elif options.format == "html":
+        print(as_html(report))
     else:
-        model, inputs = built, ()
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(
-            f"it returned {type(model).__name__}, not a module.",
-            where=target,
-            remedy="Return a model, or a model and its inputs.",
-        )
-    return model, inputs
+        print((as_markdown if options.format == "markdown" else as_text)(report, **shown))
+    if limit is None:
+        return 0
+    fits, verdict = _verdict(report, limit)
+    print(verdict, file=sys.stdout if options.format == "table" else sys.stderr)
+    return 0 if fits else 1
 
 
-def _torchvision(name: str) -> nn.Module:
+def _verdict(report: MemoryReport, limit: int) -> tuple[bool, str]:
+    """Whether a training step fits, and the sentences that say so."""
+    lines = []
+    fits = False
+    for name, footprint in (("eager", report.eager), ("fxmem", report.fxmem)):
+        if footprint is None:
+            continue
+        total = report.total(footprint)
+        if total is None:
+            lines.append(f"{name}: the peak is not known; {'; '.join(report.notes)}")
+            continue
+        largest = sorted(parts_of(report, footprint).items(), key=lambda part: -part[1])[:2]
+        words = " and ".join(f"{what} ({human(nbytes)})" for what, nbytes in largest)
+        room = limit - total
+        left = f"{human(room)} to spare" if room >= 0 else f"{human(-room)} too much"
+        lines.append(f"{name}: {human(total)} of {human(limit)}, {left}; most of it is {words}")
+        fits = fits or room >= 0
+    return fits, "\n".join((f"fits: {'yes' if fits else 'no'}", *lines))
+
+
+def _progress(quiet: bool) -> Callable[[str], None]:
+    """Prints lines to stderr; to a terminal each in the place of the last."""
+    if quiet:
+        return lambda line: None
+    if sys.stderr.isatty():
+        return lambda line: print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+    return lambda line: print(f"fxmem: {line}", file=sys.stderr) if line else None
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"([0-9.]+)\s*([a-zA-Z]*)", text.strip())
+    unit = _UNITS.get(found[2].lower()) if found else None
     try:
-        import torchvision
-    except ImportError as error:
-        raise ArgumentError(
-            "torchvision is not installed.", where=f"torchvision:{name}", remedy="pip install torchvision."
-        ) from error
-    names = torchvision.models.list_models()
-    if name not in names:
-        near = ", ".join(get_close_matches(name, names)) or "one that torchvision.models.list_models() shows"
-        raise ArgumentError("torchvision has no such model.", where=f"torchvision:{name}", remedy=f"Did you mean {near}?")
-    model: nn.Module = torchvision.models.get_model(name, weights=None)
-    return model
+        assert found is not None
+        assert unit is not None
+        return int(float(found[1]) * unit)
+    except (AssertionError, ValueError):
+        raise ArgumentError(f"{text!r} is no size.", where="--fits", remedy="Write it as 24GiB, 80GB or a number.") from None
 
 
-def _callable(place: str, name: str) -> Any:
+def _old(path: str) -> MemoryReport:
     try:
-        if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            if "" not in sys.path:
-                sys.path.insert(0, "")
-            module = importlib.import_module(place)
-    except (ImportError, OSError) as error:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"it cannot be read: {error}.", where=path, remedy="Pass what --format json wrote.") from error
+    return MemoryReport.from_json(text)
+
+
+def _moved(model: nn.Module, device: str | None, dtype: torch.dtype | None) -> nn.Module:
+    try:
+        return model.to(device=device, dtype=dtype)
+    except (RuntimeError, AssertionError) as error:
         raise ArgumentError(
-            f"it cannot be imported: {error}.", where=place, remedy="Check the path and its imports."
+            f"the model cannot be moved there: {str(error).splitlines()[0]}", where="--measure", remedy="Leave --measure out."
         ) from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        near = ", ".join(get_close_matches(name, dir(module))) or "a callable that is there"
-        raise ArgumentError(f"there is no callable {name}.", where=place, remedy=f"Did you mean {near}?")
-    return found
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fxmem.errors import ArgumentError
+from fxmem.passes.base import loss_or_outputs
 from fxmem.records import Measurement
 
 _FORWARD, _BACKWARD = "fxmem::forward", "fxmem::backward"
@@ -46,7 +47,8 @@ def measure(
 ) -> Measurement:
     """Really runs forward and backward and counts bytes.
 
-    The cotangents are random. Gradients, buffers and the state of the random number generators are afterwards as they were.
+    Backward starts at the loss where the output is a mapping that has one, else at every output, with random cotangents.
+    Gradients, buffers and the state of the random number generators are afterwards as they were.
 
     Args:
         model: any module, optimized or not.
@@ -95,7 +97,7 @@ def run(
             with meter.session():
                 with meter.section(_FORWARD):
                     output = model(*args, **kwargs)
-                ends = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+                ends = [t for t in loss_or_outputs(output) if t.requires_grad]
                 meter.after_forward([t for t in tree_leaves(output) if isinstance(t, Tensor)])
                 if not ends:
                     raise ArgumentError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from fxmem.capture import CONSTANTS, Capture, trace
 from fxmem.errors import ArgumentError, CaptureError, FxmemError
 from fxmem.optim import Adapprox
 from fxmem.passes import base
+from fxmem.passes.fakes import Fakes
 from fxmem.passes.grad_flow import grad_flow
 from fxmem.passes.plan import choices, decide_by_observation, decide_by_structure
 from fxmem.passes.saved_tensors import Observation, observe
@@ -197,12 +198,18 @@ def _flags_of(module: nn.Module, source: nn.Module) -> Iterator[None]:
             theirs[path].training = flag
 
 
-def rewrite(gm: OptimizedModule, inputs: Mapping[str, Any] | None) -> None:
+def rewrite(
+    gm: OptimizedModule, inputs: Mapping[str, Any] | None, fakes: Callable[[], Fakes | None] = lambda: None
+) -> tuple[Observation, Observation] | None:
     """Runs analysis, plan and rewrite over a freshly captured module.
 
     Args:
         gm: the module; its graph is rewritten in place.
         inputs: example inputs by placeholder, real or fake; None to go by structure alone.
+        fakes: makes what each observation runs on; fake tensors on the devices of the real ones by default.
+
+    Returns:
+        What was observed before and after, or None where structure alone decided.
 
     Raises:
         ArgumentError: the example inputs do not run through the model.
@@ -211,19 +218,19 @@ def rewrite(gm: OptimizedModule, inputs: Mapping[str, Any] | None) -> None:
     graph = gm.graph
     flow = grad_flow(gm, graph, None if inputs is None else _input_flags(inputs))
     found = choices(gm, graph, flow)
-    stock = None if inputs is None else _observe_stock(gm, graph, inputs)
-    saved = None
+    stock = None if inputs is None else _observe_stock(gm, graph, inputs, fakes)
+    seen = None
     if stock is None or inputs is None:
         verdicts = decide_by_structure(gm, found, flow)
         selective_save(gm, graph, found, verdicts)
     else:
         plain = [c.verdict if not c.verdict.instead_of_output else _later(c.verdict) for c in found]
         selective_save(gm, graph, found, plain)
-        verdicts = decide_by_observation(found, observe(gm, graph, inputs).saved)
+        verdicts = decide_by_observation(found, observe(gm, graph, inputs, fakes()).saved)
         selective_save(gm, graph, found, verdicts)
-        final = observe(gm, graph, inputs)
+        final = observe(gm, graph, inputs, fakes())
         check_metadata(stock.metadata, final.metadata)
-        saved = (stock.saved, final.saved)
+        seen = (stock, final)
     opaque: Any = gm._opaque
     refused = tuple(
         Decision(node.name, str(node.target), "module", False, opaque[str(node.target)], None, base.source_of(node))
@@ -233,18 +240,21 @@ def rewrite(gm: OptimizedModule, inputs: Mapping[str, Any] | None) -> None:
     gm.__dict__.update(
         decisions=tuple(c.decision(v) for c, v in zip(found, verdicts, strict=True)) + refused,
         grad_flow=flow,
-        saved=saved,
+        saved=seen and (seen[0].saved, seen[1].saved),
     )
     gm.recompile()
+    return seen
 
 
 def _later(verdict: Any) -> Any:
     return type(verdict)(False, verdict.reason)
 
 
-def _observe_stock(gm: OptimizedModule, graph: fx.Graph, inputs: Mapping[str, Any]) -> Observation | None:
+def _observe_stock(
+    gm: OptimizedModule, graph: fx.Graph, inputs: Mapping[str, Any], fakes: Callable[[], Fakes | None]
+) -> Observation | None:
     try:
-        return observe(gm, graph, inputs)
+        return observe(gm, graph, inputs, fakes())
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         name = getattr(error, "func", error)
         gm.__dict__["notes"] = (

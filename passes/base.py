@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -76,3 +76,13 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     for leaf in torch.utils._pytree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf
+
+
+def loss_or_outputs(output: Any) -> list[torch.Tensor]:
+    """Where backward starts: the loss alone where the output is a mapping that has one, else every tensor in it.
+
+    Args:
+        output: what a model returned.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else None
+    return [loss] if isinstance(loss, torch.Tensor) else list(tensors_of(output))

@@ -6,18 +6,22 @@ Bytes come from shapes alone, so tensors on ``meta`` will do. Frozen parameters 
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from fxmem.errors import OptimizerError
+from fxmem.errors import ArgumentError, OptimizerError
 from fxmem.optim.adapprox import Adapprox, largest_temporary
 from fxmem.optim.adapt import adapt_optimizer
 from fxmem.optim.layout import Layout, layout
 
 _STEP_BYTES = 4
+_MOST_ELEMENTS = 2**28
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,86 @@ def account(
             now = sum(t.numel() * t.element_size() for t in state.values() if isinstance(t, Tensor))
         rows.append(_row(name, tuple(p.shape), p.dtype, group, now))
     return StateReport(tuple(rows))
+
+
+def observed_state(optimizer: str | torch.optim.Optimizer, parameters: Sequence[Tensor]) -> tuple[str, int]:
+    """Name and bytes of state of an optimizer: what it holds, or what its first step makes, run on fake tensors.
+
+    Args:
+        optimizer: the name of a class in ``torch.optim``, in any case of letters, or an optimizer.
+        parameters: the parameters that train, for a name; of any device.
+
+    Raises:
+        ArgumentError: there is no such class, or it cannot be built or stepped without more arguments.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        name = type(optimizer).__name__
+        if optimizer.state:
+            return name, _bytes_of(optimizer)
+    else:
+        classes = {n.lower(): n for n, c in vars(torch.optim).items() if isinstance(c, type)}
+        if optimizer.lower() not in classes or optimizer.lower() == "optimizer":
+            near = get_close_matches(optimizer, [*classes.values(), "Adapprox"]) or ["AdamW", "Adapprox"]
+            raise ArgumentError(
+                f"there is no optimizer {optimizer!r}.", where="optimizer", remedy=f"Near it: {', '.join(near)}."
+            )
+        name = classes[optimizer.lower()]
+    own = isinstance(optimizer, torch.optim.Optimizer)
+    shapes = Counter((tuple(p.shape), p.dtype) for p in parameters)
+    try:
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                twin = _twin(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else _new(name, parameters)
+                return name, _stepped(twin)
+        except DataDependentOutputException:
+            # It reads numbers, so it needs some; state depends on the shape alone, and one tensor at a time is enough.
+            if own or any(math.prod(shape) > _MOST_ELEMENTS for shape, _ in shapes):
+                raise
+            return name, sum(
+                count * _stepped(_new(name, [torch.zeros(shape, dtype=dtype)])) for (shape, dtype), count in shapes.items()
+            )
+    except Exception as error:
+        text = str(error).splitlines()
+        raise ArgumentError(
+            f"a step of {name} to see its state fails: {text[0] if text else type(error).__name__}.",
+            where="optimizer",
+            remedy="Pass an optimizer that has made a step already.",
+        ) from error
+
+
+def _new(name: str, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = getattr(torch.optim, name)([_stand_in(p) for p in parameters])
+    return made
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the optimizer's state after one step with zero gradients."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
+    optimizer.step()
+    return _bytes_of(optimizer)
+
+
+def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A fresh optimizer of the same class and options on fake parameters."""
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    groups = [
+        {**group, "params": [_stand_in(p) for p in group["params"] if p.requires_grad]} for group in optimizer.param_groups
+    ]
+    twin.__setstate__({"defaults": dict(optimizer.defaults), "state": defaultdict(dict), "param_groups": groups})
+    return twin
+
+
+def _stand_in(parameter: Tensor) -> Tensor:
+    # Where the tensors are makes no difference to the bytes, and CPU is always there.
+    return torch.zeros(parameter.shape, dtype=parameter.dtype, device="cpu", requires_grad=True)
+
+
+def _bytes_of(optimizer: torch.optim.Optimizer) -> int:
+    return sum(
+        t.numel() * t.element_size() for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)
+    )
 
 
 def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> Adapprox:

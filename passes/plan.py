@@ -157,7 +157,7 @@ def _mask_verdict(
         return Verdict(False, f"kept: its output shares memory with an {tensor.kind}, which is alive anyway")
     others = [name for name in keepers[tensor.storage] if name not in masks]
     if others:
-        return Verdict(False, f"kept: {others[0]} keeps its output anyway")
+        return Verdict(False, f"kept: {by_node[others[0]][0].module or others[0]} keeps its output anyway")
     price = sum(-(-_numel(by_node[name][0].shape) // 8) for name in dict.fromkeys(keepers[tensor.storage]))
     if price >= tensor.nbytes:
         return Verdict(False, "kept: the masks of all that keep this memory would be larger than it")

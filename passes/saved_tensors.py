@@ -8,30 +8,34 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_map_only
 
+from fxmem.passes.attention import attention_of_fakes
 from fxmem.passes.base import module_path, op_name, tensors_of
+from fxmem.passes.fakes import Fakes
 from fxmem.records import Kind, SavedTensor, SavedTensors
 
 
 class _Recorder(fx.Interpreter):
     """Runs the graph node by node, so that every packed tensor is known to be the current node's."""
 
-    def __init__(self, gm: nn.Module, graph: fx.Graph) -> None:
+    def __init__(self, gm: nn.Module, graph: fx.Graph, state: set[int]) -> None:
         super().__init__(gm, graph=graph, garbage_collect_values=True)
+        self.state = state
         self.packed: list[tuple[fx.Node, Tensor]] = []
         self.outputs: dict[str, tuple[Any, ...]] = {}
         self.current: fx.Node | None = None
-        self.walked: set[Any] = set()
+        self.walked: dict[int, Any] = {}
+        self.saves: dict[str, tuple[str, ...]] = {}
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
         # Generated code passes fresh lists, which a callee may change; the graph's own are immutable.
@@ -40,25 +44,21 @@ class _Recorder(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self.current = n
+        start = len(self.packed)
+        args = super().fetch_args_kwargs_from_env(n)
         result = super().run_node(n)
-        self._collect_numbers(result)
+        for function in fresh_functions(tensors_of(result), self.walked):
+            self.walked[function._sequence_nr()] = n
+            self.packed += [(n, number) for number in saved_numbers(function)]
         self.outputs[n.name] = tuple((tuple(t.shape), t.dtype, tuple(t.stride()), t.device.type) for t in tensors_of(result))
+        if len(self.packed) > start:
+            operands, results = ({_storage(t) for t in tensors_of(value)} for value in (args, result))
+            self.saves[n.name] = tuple(
+                dict.fromkeys(
+                    saved_as(_storage(t), operands, results) for _, t in self.packed[start:] if _storage(t) not in self.state
+                )
+            )
         return result
-
-    def _collect_numbers(self, result: Any) -> None:
-        """Records the Python numbers that autograd keeps as tensors of no dimension; it shows them to no hook."""
-        stack = [t.grad_fn for t in tensors_of(result)]
-        while stack:
-            function = stack.pop()
-            if function is None or function in self.walked:
-                continue
-            self.walked.add(function)
-            stack.extend(following for following, _ in function.next_functions)
-            for name in _saved_attributes(type(function)):
-                value = getattr(function, name)
-                if isinstance(value, Tensor) and not isinstance(value, FakeTensor) and value.dim() == 0:
-                    assert self.current is not None
-                    self.packed.append((self.current, value))
 
     def pack(self, tensor: Tensor) -> Tensor:
         assert self.current is not None
@@ -76,8 +76,33 @@ def _mutable(value: Any) -> Any:
     return tuple(_mutable(v) for v in value) if type(value) is tuple else value
 
 
+def saved_as(storage: int, operands: set[int], results: set[int]) -> str:
+    """What a kept storage is to the call that keeps it: ``"input"``, ``"output"`` or ``"own"``."""
+    return "input" if storage in operands else "output" if storage in results else "own"
+
+
+def fresh_functions(tensors: Iterable[Tensor], known: Mapping[int, Any]) -> Iterator[Any]:
+    """The nodes of autograd's graph behind ``tensors`` whose sequence numbers are not ``known``; the caller adds them."""
+    stack = [t.grad_fn for t in tensors]
+    while stack:
+        function = stack.pop()
+        # Leaves have no number of their own, and keep nothing.
+        if function is None or type(function).__name__ == "AccumulateGrad" or function._sequence_nr() in known:
+            continue
+        stack.extend(following for following, _ in function.next_functions)
+        yield function
+
+
+def saved_numbers(function: Any) -> Iterator[Tensor]:
+    """The Python numbers that a node keeps as tensors of no dimension; autograd shows them to no hook."""
+    for name in _saved_attributes(cast(Hashable, type(function))):
+        value = getattr(function, name)
+        if isinstance(value, Tensor) and not isinstance(value, FakeTensor) and value.dim() == 0:
+            yield value
+
+
 @functools.cache
-def _saved_attributes(kind: type) -> tuple[str, ...]:
+def _saved_attributes(kind: Hashable) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_saved_"))
 
 
@@ -106,43 +131,37 @@ class Observation:
     Args:
         saved: the tensors kept, node by node.
         metadata: for each node, (shape, dtype, stride, device) of every tensor in its value.
+        saves: for each node that keeps something, what of it: ``"input"``, ``"output"``, ``"own"``.
     """
 
     saved: SavedTensors
     metadata: Mapping[str, tuple[Any, ...]]
+    saves: Mapping[str, tuple[str, ...]]
 
 
-def observe(gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any]) -> Observation:
+def observe(gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any], fakes: Fakes | None = None) -> Observation:
     """Runs ``graph`` on fake tensors and records what each node keeps for backward.
 
     Args:
         gm: the module that holds the graph's parameters and submodules; its tensors may be of any device.
         graph: the graph.
         inputs: by placeholder name, real or fake tensors, with requires_grad as it will be, and other values.
+        fakes: makes the tensors that it runs on; by default fake ones on the devices of the real ones.
     """
-    given = [*tensors_of(inputs), *gm.parameters(), *gm.buffers()]
-    mode = next((t.fake_mode for t in given if isinstance(t, FakeTensor)), FakeTensorMode(allow_non_fake_inputs=True))
-    fakes: dict[int, Tensor] = {}
-
-    def fake(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, FakeTensor):
-            return tensor
-        if id(tensor) not in fakes:
-            fakes[id(tensor)] = mode.from_tensor(tensor)
-        return fakes[id(tensor)]
-
+    fake = fakes or Fakes((*tensors_of(inputs), *gm.parameters(), *gm.buffers()))
     state = {
         name: fake(t) for name, t in (*gm.named_parameters(remove_duplicate=False), *gm.named_buffers(remove_duplicate=False))
     }
     fake_inputs = {name: tree_map_only(Tensor, fake, value) for name, value in inputs.items()}
-    recorder = _Recorder(gm, graph)
+    recorder = _Recorder(gm, graph, {_storage(t) for t in state.values()})
     args = [
         fake_inputs[str(n.target)] if str(n.target) in fake_inputs else _default(n)
         for n in graph.nodes
         if n.op == "placeholder"
     ]
     with (
-        mode,
+        fake.mode or nullcontext(),
+        attention_of_fakes(),
         _hooks_off(gm),
         torch.enable_grad(),
         # A module under two names is swapped twice: only the reverse order brings the real tensors back.
@@ -177,9 +196,8 @@ def observe(gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any]) -> Observ
             )
         )
     # Autograd's graph holds the hook and the hook this recorder, which must not hold the graph: no collector would see it.
-    recorder.walked.clear()
     recorder.env.clear()
-    return Observation(SavedTensors(tuple(saved)), recorder.outputs)
+    return Observation(SavedTensors(tuple(saved)), recorder.outputs, recorder.saves)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -130,3 +130,48 @@ class Call(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.function(x)
+
+
+class _RowsWithNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc = nn.Sequential(nn.Linear(8, 32), nn.GELU())
+        self.dec = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.softmax(self.dec(self.enc(x)).mul(0.5), -1)
+
+
+def rows_with_names() -> tuple[nn.Module, Tensor]:
+    """Stonesjtu/pytorch_memlab#45, #48: rows named Tensor0 to Tensor10."""
+    return _RowsWithNames(), torch.randn(4, 8)
+
+
+def estimate_against_truth() -> tuple[nn.Module, Tensor]:
+    """DeepSpeed#4527: an estimate of 0.49 GB, a reality of 14.7 GB."""
+    return nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), torch.randn(2, 10, 32)
+
+
+# pytorch/rfcs#108: will it fit before I rent a GPU?
+WILL_IT_FIT = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "intermediate_size": 11008,
+    "vocab_size": 32000,
+}
+
+
+class _Picky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.l(x)
+        return y[y.sum(-1) > 0].relu()
+
+
+def data_dependent_op() -> tuple[nn.Module, Tensor]:
+    """pytorch/pytorch#126738: the fake-tensor estimate dies on a data-dependent op."""
+    return _Picky(), torch.randn(4, 8)

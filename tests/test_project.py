@@ -16,20 +16,23 @@ from fxmem.ops import RULES
 
 ROOT = Path(__file__).parent.parent
 ORDER = {
-    "errors": 0,
+    "errors": -1,
     "records": 0,
     "ops": 1,
     "optim": 1,
     "capture": 2,
-    "measure": 2,
     "render": 2,
+    "html": 3,
     "builtin": 2,
     "passes": 3,
+    "measure": 4,
     "pipeline": 4,
-    "api": 5,
-    "backend": 5,
-    "": 6,
-    "cli": 7,
+    "reporting": 5,
+    "api": 6,
+    "backend": 6,
+    "targets": 6,
+    "": 7,
+    "cli": 8,
 }
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import cases
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fxmem
 from fxmem.cli import main
-from fxmem.render import as_text, human
 
 
 def _model() -> nn.Module:
@@ -23,31 +24,62 @@ def _model() -> nn.Module:
     return model
 
 
-def _report(**kwargs: bool) -> fxmem.MemoryReport:
-    return fxmem.report(_model(), torch.randn(2, 3, 10, 10, requires_grad=True), **kwargs)
+def _report(**options: object) -> fxmem.MemoryReport:
+    return fxmem.report(_model(), torch.randn(2, 3, 10, 10, requires_grad=True), **options)  # type: ignore[arg-type]
 
 
 def test_rows_add_up_and_say_why() -> None:
     report = _report()
-    assert sum(r.eager for r in report.rows) == report.eager
-    assert sum(r.fxmem for r in report.rows) == report.fxmem
+    assert report.fxmem is not None
+    assert sum(r.eager for r in report.rows) == report.eager.kept
+    assert sum(r.fxmem or 0 for r in report.rows) == report.fxmem.kept
     rows = {r.module: r for r in report.rows}
     wide, out = 2 * 8 * 8 * 8 * 4, 2 * 4 * 6 * 6 * 4
-    assert (rows["0"].eager, rows["0"].fxmem) == (0, 0)
+    assert (rows["0"].eager, rows["0"].fxmem, rows["0"].rewritten) == (0, 0, True)
     assert (rows["1"].eager, rows["1"].fxmem) == (wide, 0)
     assert (rows["2"].eager, rows["2"].fxmem) == (wide, wide)
-    assert rows["2"].reason == "kept: _3 keeps its output anyway"
+    assert rows["2"].reason == "kept: 3 keeps its output anyway"
     assert rows["3"].reason.startswith("kept: 3.weight requires grad")
-    assert rows["3"].remedy == "freezing 3.weight lets the input go"
-    assert (rows["4"].eager, rows["4"].fxmem) == (out, out)
-    assert rows["4"].reason == "kept: its derivative needs it, and no rule speaks of this op"
-    assert all((r.source and "test_report.py" not in r.source) or r.source is None for r in report.rows)
+    # Frozen, it lets its input go, of which the ReLU then keeps a bit per element.
+    freed = wide - wide // 32
+    assert report.freezing == (fxmem.records.FreezeRow("3.weight", 0, freed),)
+    assert rows["3"].remedy == "freezing 3.weight frees 3.9 KiB"
+    assert (rows["4"].eager, rows["4"].fxmem, rows["4"].shape, rows["4"].dtype) == (out, out, (2, 4, 6, 6), "float32")
+    assert rows["4"].reason == "kept: the derivative of GELU needs its input"
 
 
-def test_measured_agrees() -> None:
-    report = _report(measured=True)
+def test_totals() -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)).requires_grad_(False)
+    model[2].weight.requires_grad_()
+    x = torch.randn(32, 16, requires_grad=True)
+    report = fxmem.report(model, x, measured=True)
     assert report.measured is not None
-    assert (report.measured[0].kept, report.measured[1].kept) == (report.eager, report.fxmem)
+    assert report.fxmem is not None
+    for footprint, truth in zip((report.eager, report.fxmem), report.measured, strict=True):
+        assert truth is not None
+        assert (footprint.kept, footprint.outputs, footprint.gradients) == (truth.kept, truth.outputs, truth.gradients)
+        assert footprint.peak == truth.peak
+        assert max(step.live for step in footprint.timeline) == footprint.peak
+        assert [s.phase for s in footprint.timeline] == sorted((s.phase for s in footprint.timeline), reverse=True)
+        state = sum(p.numel() * 4 for p in model.parameters()) + sum(b.numel() * b.element_size() for b in model.buffers())
+        adamw = 2 * model[2].weight.numel() * 4 + 4
+        assert report.total(footprint) == state + x.numel() * 4 + adamw + (footprint.peak or 0)
+
+
+def test_json_round_trip() -> None:
+    report = _report(measured=True)
+    text = report.to_json()
+    assert fxmem.MemoryReport.from_json(text) == report
+    data = json.loads(text)
+    assert data["schema"] == 2
+    with pytest.raises(fxmem.ArgumentError, match="schema 7, and this version reads 2"):
+        fxmem.MemoryReport.from_json(json.dumps({**data, "schema": 7}))
+    for wrong in ("{", "[]", json.dumps({**data, "eager": 3}), json.dumps({k: v for k, v in data.items() if k != "rows"})):
+        with pytest.raises(fxmem.ArgumentError, match="Write it again|what --format json wrote"):
+            fxmem.MemoryReport.from_json(wrong)
+    data["rows"][0]["eager"] = "much"
+    with pytest.raises(fxmem.ArgumentError, match="expected int, got 'much'"):
+        fxmem.MemoryReport.from_json(json.dumps(data))
 
 
 def test_inputs_are_needed() -> None:
@@ -55,32 +87,197 @@ def test_inputs_are_needed() -> None:
         fxmem.report(_model())
 
 
-@pytest.mark.parametrize("by", ["op", "module", "node"])
-def test_text(by: str) -> None:
-    text = as_text(_report(), by=by, width=100)  # type: ignore[arg-type]
-    assert "kept for backward: eager 9.1 KiB, fxmem 5.1 KiB, 1.8x less" in text
-    assert "left out: parameters" in text
-    assert max(map(len, text.splitlines())) <= 140
-    assert str(_report()).startswith("Sequential on 2x3x10x10 float32 requires grad")
+def test_nothing_changes() -> None:
+    model, x = _model(), torch.randn(2, 3, 10, 10, requires_grad=True)
+    before = {n: (p, p.clone(), p.requires_grad, p.grad) for n, p in (*model.named_parameters(), *model.named_buffers())}
+    state = torch.get_rng_state()
+    fxmem.report(model, x, measured=True)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        old, value, flag, grad = before[name]
+        assert tensor is old
+        assert torch.equal(tensor, value)
+        assert tensor.requires_grad == flag
+        assert tensor.grad is grad
+    assert x.grad is None
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.nn.functional.scaled_dot_product_attention is fxmem.passes.attention._stock
 
 
-def test_human() -> None:
-    assert [human(n) for n in (0, 1023, 1024, 1536, 5 << 20, 3 << 30)] == [
-        "0 B",
-        "1023 B",
-        "1.0 KiB",
-        "1.5 KiB",
-        "5.0 MiB",
-        "3.0 GiB",
-    ]
+@pytest.mark.parametrize("name", ["AdamW", "sgd", "Adapprox", "adafactor"])
+def test_optimizer_by_name(name: str) -> None:
+    model = nn.Linear(64, 32)
+    report = fxmem.report(model, torch.randn(2, 64), optimizer=name)
+    assert report.optimizer is not None
+    expected = {"AdamW": 2 * 4 * (64 * 32 + 32) + 8, "sgd": 0, "adafactor": 4 * (64 + 32 + 32) + 8}
+    expected["Adapprox"] = report.optimizer.rows[0].cap + report.optimizer.rows[1].cap
+    assert report.optimizer.nbytes == expected[name]
+
+
+def test_optimizer_of_the_user() -> None:
+    model, x = nn.Linear(64, 32), torch.randn(2, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    fresh = fxmem.report(model, x, optimizer=optimizer).optimizer
+    model(x).sum().backward()
+    optimizer.step()
+    running = fxmem.report(model, x, optimizer=optimizer).optimizer
+    assert fresh == running
+    assert fresh is not None
+    assert fresh.nbytes == 4 * (64 * 32 + 32)
+    with pytest.raises(fxmem.ArgumentError, match=r"there is no optimizer 'AdmaW'. Near it: AdamW"):
+        fxmem.report(model, x, optimizer="AdmaW")
+    with pytest.raises(fxmem.ArgumentError, match="a step of LBFGS"):
+        fxmem.report(model, x, optimizer="LBFGS")
+
+
+def test_rows_with_names() -> None:
+    model, x = cases.rows_with_names()
+    report = fxmem.report(model, x)
+    assert len(report.rows) == len({r.node for r in report.rows}) > 3
+    for row in report.rows:
+        assert row.op
+        assert row.module or row.node
+        assert row.source is not None
+        assert row.source.rpartition(":")[0].endswith(".py")
+    assert {r.module for r in report.rows} >= {"enc.0", "enc.1", "dec"}
+
+
+def test_estimate_against_truth() -> None:
+    model, x = cases.estimate_against_truth()
+    report = fxmem.report(model, x, measured=True)
+    assert report.measured is not None
+    assert report.eager.kept == report.measured[0].kept
+    assert report.eager.peak == pytest.approx(report.measured[0].peak, rel=0.02)
+    text = str(report)
+    assert "measured" in text
+    assert "left out of the count: workspaces of kernels" in text
+
+
+def test_data_dependent_op() -> None:
+    model, x = cases.data_dependent_op()
+    with pytest.raises(fxmem.ArgumentError, match=r"getitem \(.*cases\.py:\d+\): .*nonzero.*depends on the data.*--measure"):
+        fxmem.report(model, x)
+    report = fxmem.report(model, x, measured=True)
+    assert any("aten.nonzero" in note and "a real run was observed" in note for note in report.notes)
+    assert report.measured is not None
+    assert report.eager.kept == report.measured[0].kept
+    assert sum(r.eager for r in report.rows) == report.eager.kept
+    assert report.fxmem is not None
+    assert report.measured[1] is not None
+    assert report.fxmem.kept == report.measured[1].kept
+
+
+def test_wide_frozen_middle() -> None:
+    model, x = cases.wide_frozen_middle()
+    report = fxmem.report(model, x)
+    rows = {r.module: r for r in report.rows}
+    assert all(rows[m].rewritten for m in ("1", "2", "3", "4"))
+    assert rows["4"].reason == "dropped: 4.weight is frozen, and nothing else needs the input"
+    assert "0.weight requires grad" in rows["0"].reason
+    assert "6.weight requires grad" in rows["6"].reason
+    assert {f.parameter for f in report.freezing} >= {"6.weight"}
+
+
+def test_lora_a_keeps_the_input() -> None:
+    x = cases.randn(8, 32)
+    first, second = (fxmem.report(cases.LoRA(train_a), x) for train_a in (True, False))
+    kept = 4 * x.numel()
+    assert first.fxmem is not None
+    assert first.fxmem.kept == first.eager.kept
+    row = next(r for r in first.rows if r.module == "a")
+    assert row.reason == "kept: a.weight requires grad, and its gradient is made of the input"
+    assert row.remedy == "freezing a.weight frees 1.0 KiB"
+    assert fxmem.records.FreezeRow("a.weight", kept, kept) in first.freezing
+    assert next(r for r in second.rows if r.module == "a").eager == 0
+
+
+class _Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.first(x).relu()
+        if y.sum(0).shape[0] > 3 and len(list(x)):
+            y = y * 2
+        logits = self.second(y)
+        return {"loss": logits.square().mean(), "logits": logits}
+
+
+def test_a_model_that_is_not_captured() -> None:
+    report = fxmem.report(_Branching(), torch.randn(4, 8), measured=True)
+    assert report.fxmem is None
+    assert report.measured is not None
+    assert report.measured[1] is None
+    assert report.eager.kept == report.measured[0].kept
+    assert report.eager.peak == pytest.approx(report.measured[0].peak, rel=0.02)
+    assert sum(r.eager for r in report.rows) == report.eager.kept
+    assert all(r.fxmem is None for r in report.rows)
+    assert any("not captured" in note for note in report.notes)
+    rows = {(r.module, r.op): r for r in report.rows}
+    assert rows["second", "Linear"].reason == "kept: the derivative of Linear needs its input"
+    assert (rows["", "relu"].source or "").partition(":")[0] == __file__
+    assert any(f.parameter == "second.weight" and f.fxmem is None for f in report.freezing)
+
+
+def test_hidden_bytes_are_told() -> None:
+    class Hoarder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.__dict__["kept"] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(list(x)):
+                self.__dict__["kept"] = [x.neg()]
+            return self.layer(x)
+
+    report = fxmem.report(Hoarder(), torch.randn(4, 8))
+    assert report.eager.kept == 4 * 8 * 4
+    assert sum(r.eager for r in report.rows) == 0
+    assert any(f"{4 * 8 * 4} of the bytes kept are held by attributes" in note for note in report.notes)
+
+
+def test_bad_options() -> None:
+    model, x = _model(), torch.randn(2, 3, 10, 10)
+    with pytest.raises(fxmem.ArgumentError, match="a real run takes the model as it is"):
+        fxmem.report(model, x, measured=True, dtype=torch.bfloat16)
+    with pytest.raises(fxmem.ArgumentError, match="this tensor has no numbers to measure with"):
+        fxmem.report(model.to("meta"), x.to("meta"), measured=True)
+    with pytest.raises(fxmem.ArgumentError, match="does not run on these example inputs"):
+        fxmem.report(_model(), torch.randn(2, 4, 10, 10))
+    with pytest.raises(fxmem.ArgumentError, match="does not run on these example inputs"):
+        fxmem.report(_Branching(), torch.randn(4, 9))
+
+
+def test_meta_and_dtype_and_device() -> None:
+    model, x = _model(), torch.randn(2, 3, 10, 10, requires_grad=True)
+    plain = fxmem.report(model, x)
+    half = fxmem.report(model, x, dtype=torch.bfloat16)
+    assert half.eager.kept * 2 == plain.eager.kept
+    assert half.parameter_bytes * 2 == plain.parameter_bytes
+    meta = fxmem.report(_model().to("meta"), torch.empty(2, 3, 10, 10, device="meta", requires_grad=True))
+    assert (meta.eager, meta.fxmem) == (plain.eager, plain.fxmem)
+    cuda = fxmem.report(model, x, device="cuda")
+    assert cuda.device == "cuda"
+    assert cuda.fxmem is not None
+    assert cuda.fxmem.kept < cuda.eager.kept
+    assert cuda.eager.gradients == plain.eager.gradients
+    amp = fxmem.report(model, x, device="cuda", autocast=torch.float16)
+    assert amp.autocast == "float16"
+    assert {r.dtype for r in amp.rows if r.op == "Conv2d"} == {"float16"}
+    assert not torch.is_autocast_enabled("cuda")
+
+
+# The command line
 
 
 def test_cli_builtin(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "--format", "json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert data["schema"] == 1
-    assert data["eager"] >= 50 * data["fxmem"] > 0
-    assert data["eager"] == sum(row["eager"] for row in data["rows"])
+    captured = capsys.readouterr()
+    data = json.loads(captured.out)
+    assert data["eager"]["kept"] >= 50 * data["fxmem"]["kept"] > 0
+    assert data["eager"]["kept"] == sum(row["eager"] for row in data["rows"])
+    assert "fxmem: capturing the graph" in captured.err
 
 
 def test_cli_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,11 +287,13 @@ def test_cli_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         "def both(): return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten()), torch.randn(1, 3, 8, 8)\n"
         "def model(): return both()[0]\ndef number(): return 3\n"
     )
-    assert main(["report", f"{path}:both", "--freeze", "*", "--input-grad", "--measure", "--by", "node", "--top", "2"]) == 0
-    out = capsys.readouterr().out
-    assert "measured: eager" in out
+    options = ["--freeze", "*", "--input-grad", "--measure", "--by", "node", "--top", "2", "--quiet"]
+    assert main(["report", f"{path}:both", *options]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "  measured" in captured.out
     assert main(["report", f"{path}:model", "--input", "2x3x8x8", "--freeze", "*", "--train", "0.bias", "--mode", "eval"]) == 0
-    assert "in 1 tensors train" in capsys.readouterr().out
+    assert "16 B in 1 of 2 tensors train" in capsys.readouterr().out
     for arguments, message in {
         (f"{path}:model",): "--input: the input's shape is not known",
         (f"{path}:number",): "it returned int, not a module",
@@ -104,8 +303,15 @@ def test_cli_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         ("nowhere.at.all:f",): "cannot be imported",
         ("resnet",): "names no model",
         ("torchvision:resnet5",): "Did you mean resnet50",
+        (f"{path}:both", "--fits", "much"): "'much' is no size",
+        (f"{path}:both", "--diff", str(path)): "it is no JSON",
+        (f"{path}:both", "--diff", "nowhere.json"): "it cannot be read",
+        (f"{path}:both", "--optimizer", "nothing"): "there is no optimizer",
+        (f"{path}:both", "--measure", "--device", "cuda"): "the model cannot be moved there",
     }.items():
-        assert main(["report", *arguments]) == 2
+        if "cuda" in arguments and torch.cuda.is_available():
+            continue
+        assert main(["report", *arguments, "--quiet"]) == 2
         captured = capsys.readouterr()
         assert message in captured.err
         assert len(captured.err.splitlines()) == 1
@@ -113,8 +319,34 @@ def test_cli_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_cli_torchvision(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", "torchvision:squeezenet1_1", "--freeze", "*", "--input-grad", "--mode", "eval"]) == 0
-    assert "SqueezeNet on 8x3x224x224" in capsys.readouterr().out
+    options = ["--freeze", "*", "--input-grad", "--mode", "eval", "--device", "cuda", "--autocast", "bfloat16"]
+    assert main(["report", "torchvision:squeezenet1_1", *options]) == 0
+    assert "SqueezeNet on 8x3x224x224 float32 requires grad (cuda, autocast bfloat16)" in capsys.readouterr().out
+
+
+def test_cli_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "torchvision:resnet18", "--fits", "10GiB", "--freezing", "0"]) == 0
+    assert "fits: yes" in capsys.readouterr().out
+    assert main(["report", "torchvision:resnet18", "--fits", "0.1GB", "--freezing", "0", "--format", "json"]) == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["model"] == "ResNet"
+    assert "fits: no" in captured.err
+    assert "too much; most of it is activations kept for backward" in captured.err
+
+
+def test_cli_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = tmp_path / "old.json"
+    base = ["report", "torchvision:resnet18", "--mode", "eval", "--freezing", "0", "--quiet"]
+    assert main([*base, "--format", "json", "--input", "2x3x64x64"]) == 0
+    old.write_text(capsys.readouterr().out)
+    assert main([*base, "--diff", str(old), "--input", "2x3x64x64"]) == 0
+    assert "no call keeps more or less than before" in capsys.readouterr().out
+    assert main([*base, "--diff", str(old), "--input", "4x3x64x64", "--top", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "grew" in out
+    assert "more calls differ" in out
+    assert main([*base, "--diff", str(old), "--input", "2x3x64x64", "--freeze", "layer1.*"]) == 0
+    assert "layer1.0.bn1" in capsys.readouterr().out
 
 
 def test_cli_as_a_program() -> None:
@@ -122,3 +354,10 @@ def test_cli_as_a_program() -> None:
     done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"fxmem {fxmem.__version__} (torch {torch.__version__}")
     assert subprocess.run([*command, "report", "--by", "nothing"], capture_output=True, check=False).returncode == 2
+    assert subprocess.run([*command, "report", "--top", "-1"], capture_output=True, check=False).returncode == 2
+
+
+def test_reports_are_frozen() -> None:
+    report = _report()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.model = "other"  # type: ignore[misc]
