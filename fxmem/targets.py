@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import json
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -64,7 +65,8 @@ def load(target: str | None, shapes: list[tuple[int, ...]], *, real: bool, lora:
         named = {"torchvision": _torchvision, "timm": _timm, "transformers": _transformers}.get(kind)
         found = _built(named, rest, shapes, real) if named else _called(target)
     if lora is not None:
-        with next((p.device for p in found.model.parameters()), torch.device("cpu")):
+        with next((p.device for p in found.model.parameters()), torch.device("cpu")), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of one library about the other
             found.model = _with_lora(found.model, lora)
     if shapes and found.kwargs is None:
         found.args = tuple(torch.randn(shape) for shape in shapes)
@@ -163,10 +165,11 @@ def _transformers(name: str, shapes: list[tuple[int, ...]]) -> Target:
         near = ", ".join(get_close_matches(kind, classes)) or "LlamaForCausalLM"
         raise ArgumentError(f"transformers has no model {kind}.", where=where, remedy=f"Did you mean {near}?")
     known = inspect.signature(configured.__init__).parameters
-    strange = [] if name.endswith(".json") else [key for key in options if key not in known]
-    if strange and not hasattr(configured(), strange[0]):
-        near = ", ".join(get_close_matches(strange[0], [k for k in known if k != "self"])) or "a key of its configuration"
-        raise ArgumentError(f"{configured.__name__} has no {strange[0]}.", where=where, remedy=f"Did you mean {near}?")
+    for key in () if name.endswith(".json") else options:
+        # Configurations take any key in silence; one that is nearly a key of theirs is a slip.
+        near = get_close_matches(key, known, cutoff=0.8)
+        if near and key not in known and not hasattr(configured(), key):
+            raise ArgumentError(f"{configured.__name__} has no {key}.", where=where, remedy=f"Did you mean {', '.join(near)}?")
     config = configured.from_dict(options)
     config.use_cache = False  # a cache is of no use in training, and would be kept
     model = cls(config)

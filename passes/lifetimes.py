@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from fxmem.passes.attention import attention_of_fakes
 from fxmem.passes.base import loss_or_outputs, tensors_of
+from fxmem.passes.faithful import faithful
 from fxmem.passes.fakes import Fakes
 from fxmem.passes.saved_tensors import fresh_functions, saved_as, saved_numbers
 from fxmem.passes.walk import walk
@@ -111,7 +111,7 @@ def follow(
     with ExitStack() as stack:
         if fakes.mode is not None:
             stack.enter_context(fakes.mode)
-            stack.enter_context(attention_of_fakes())
+            stack.enter_context(faithful())
         stack.enter_context(_reparametrize_module(model, state, stack_weights=True))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.enable_grad())

@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_map_only
 
-from fxmem.passes.attention import attention_of_fakes
 from fxmem.passes.base import module_path, op_name, tensors_of
+from fxmem.passes.faithful import faithful
 from fxmem.passes.fakes import Fakes
 from fxmem.records import Kind, SavedTensor, SavedTensors
 
@@ -161,7 +161,7 @@ def observe(gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any], fakes: Fa
     ]
     with (
         fake.mode or nullcontext(),
-        attention_of_fakes(),
+        faithful(),
         _hooks_off(gm),
         torch.enable_grad(),
         # A module under two names is swapped twice: only the reverse order brings the real tensors back.

@@ -72,10 +72,10 @@ def test_json_round_trip() -> None:
     assert fxmem.MemoryReport.from_json(text) == report
     data = json.loads(text)
     assert data["schema"] == 2
-    with pytest.raises(fxmem.ArgumentError, match="schema 7, and this version reads 2"):
+    with pytest.raises(fxmem.ArgumentError, match="schema 7, and this version reads"):
         fxmem.MemoryReport.from_json(json.dumps({**data, "schema": 7}))
     for wrong in ("{", "[]", json.dumps({**data, "eager": 3}), json.dumps({k: v for k, v in data.items() if k != "rows"})):
-        with pytest.raises(fxmem.ArgumentError, match="Write it again|what --format json wrote"):
+        with pytest.raises(fxmem.ArgumentError, match=r"Write it again|what --format json wrote"):
             fxmem.MemoryReport.from_json(wrong)
     data["rows"][0]["eager"] = "much"
     with pytest.raises(fxmem.ArgumentError, match="expected int, got 'much'"):
@@ -100,7 +100,7 @@ def test_nothing_changes() -> None:
         assert tensor.grad is grad
     assert x.grad is None
     assert torch.equal(state, torch.get_rng_state())
-    assert torch.nn.functional.scaled_dot_product_attention is fxmem.passes.attention._stock
+    assert torch.nn.functional.scaled_dot_product_attention is fxmem.passes.faithful._stock
 
 
 @pytest.mark.parametrize("name", ["AdamW", "sgd", "Adapprox", "adafactor"])

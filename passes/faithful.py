@@ -1,13 +1,17 @@
-"""Attention of fake tensors as it is of real ones.
+"""What fake tensors get wrong about bytes, put right.
 
-On a CUDA device that is not there, torch cannot ask the driver which kernel to take. What is taken here holds for devices
-of compute capability 8.0 and later, in torch's own order: flash attention, the memory-efficient kernel, plain arithmetic.
-Transformers looks into position ids for packed sequences, cannot where they are fake, and makes masks of full size then: they
-are taken not to be packed.
+- Attention on a CUDA device that is not there: torch cannot ask the driver which kernel to take. What is taken here holds for
+  devices of compute capability 8.0 and later, in torch's own order: flash, memory-efficient, plain arithmetic.
+- Transformers looks into position ids for packed sequences, cannot where they are fake, and then makes masks of full size: they
+  are taken not to be packed.
+- The workspace that oneDNN's recurrent layers keep for backward is empty in torch's fake implementation: its size is asked of
+  the kernel itself.
+- The fake backward of batch norm returns gradients that were not asked for.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Iterator
@@ -17,14 +21,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _stock = F.scaled_dot_product_attention
 
 
 @contextmanager
-def attention_of_fakes() -> Iterator[None]:
-    """While it lasts, attention of fake tensors runs as that of real ones would."""
+def faithful() -> Iterator[None]:
+    """While it lasts, fake tensors take the bytes that real ones would."""
     places: list[tuple[Any, str, Any]] = []
     if not torch.cuda.is_available():
         places.append((F, "scaled_dot_product_attention", _attention))
@@ -35,10 +40,40 @@ def attention_of_fakes() -> Iterator[None]:
     for place, name, ours in places:
         setattr(place, name, ours)
     try:
-        yield
+        with _Corrections():
+            yield
     finally:
         for (place, name, _), old in zip(places, stock, strict=True):
             setattr(place, name, old)
+
+
+class _Corrections(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        aten = torch.ops.aten
+        if func is aten.native_batch_norm_backward.default:
+            return tuple(t if wanted else None for t, wanted in zip(result, args[9], strict=True))
+        if func is aten.mkldnn_rnn_layer.default and args[-1]:
+            *values, workspace = result
+            if isinstance(workspace, FakeTensor) and not workspace.numel():
+                key = tuple((tuple(a.shape), a.dtype) if isinstance(a, Tensor) else _frozen(a) for a in args)
+                return (*values, workspace.new_empty(_rnn_workspace(key)))
+        return result
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@functools.lru_cache
+def _rnn_workspace(key: tuple[Any, ...]) -> int:
+    """Bytes of the workspace of one layer, from a run of it; ``key`` are its arguments, tensors as (shape, dtype)."""
+    with unset_fake_temporarily():
+        real = (
+            torch.zeros(k[0], dtype=k[1]) if isinstance(k, tuple) and len(k) == 2 and isinstance(k[0], tuple) else k
+            for k in key
+        )
+        return int(torch.ops.aten.mkldnn_rnn_layer.default(*real)[3].numel())
 
 
 def _unpacked(position_ids: Tensor) -> None:
