@@ -94,9 +94,12 @@ def run(
     try:
         with torch.random.fork_rng(devices=cuda), torch.enable_grad():
             torch.manual_seed(seed)
+            # Under autocast, a pass begins without copies of weights and its end drops them, as leaving autocast would.
+            torch.clear_autocast_cache()
             with meter.session():
                 with meter.section(_FORWARD):
                     output = model(*args, **kwargs)
+                    torch.clear_autocast_cache()
                 ends = [t for t in loss_or_outputs(output) if t.requires_grad]
                 meter.after_forward([t for t in tree_leaves(output) if isinstance(t, Tensor)])
                 if not ends:

@@ -6,7 +6,8 @@
   are taken not to be packed.
 - The workspace that oneDNN's recurrent layers keep for backward is empty in torch's fake implementation: its size is asked of
   the kernel itself.
-- The fake backward of batch norm returns gradients that were not asked for.
+- The fake backward of batch norm returns gradients that were not asked for, and its forward, on CPU and under autocast,
+  statistics of the input's dtype in place of the wider one.
 """
 
 from __future__ import annotations
@@ -53,6 +54,10 @@ class _Corrections(TorchDispatchMode):
         aten = torch.ops.aten
         if func is aten.native_batch_norm_backward.default:
             return tuple(t if wanted else None for t, wanted in zip(result, args[9], strict=True))
+        if func is aten.native_batch_norm.default and args[0].device.type == "cpu" and args[5]:
+            y, *statistics = result
+            wide = next((t.dtype for t in args[1:5] if t is not None and t.dtype != args[0].dtype), None)
+            return (y, *(t.to(wide) for t in statistics)) if wide and isinstance(y, FakeTensor) else result
         if func is aten.mkldnn_rnn_layer.default and args[-1]:
             *values, workspace = result
             if isinstance(workspace, FakeTensor) and not workspace.numel():

@@ -117,7 +117,9 @@ def follow(
         stack.enter_context(torch.enable_grad())
         with calls.modules(), torch.autograd.graph.saved_tensors_hooks(calls.pack, lambda t: t), live, calls:
             live.enter("forward", calls.where)
+            torch.clear_autocast_cache()
             output = model(*args, **kwargs)
+            torch.clear_autocast_cache()
             live.leave()
         outputs = list(tensors_of(output))
         held = sum({live.serial(t): live.counted.get(live.serial(t), 0) for t in outputs}.values())

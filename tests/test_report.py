@@ -249,6 +249,23 @@ def test_bad_options() -> None:
         fxmem.report(_Branching(), torch.randn(4, 9))
 
 
+@pytest.mark.parametrize("case", ["all", "input", "last"])
+def test_autocast(case: str) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 196, 32), nn.GELU(), nn.Linear(32, 8)
+    )
+    model.train(case != "input").requires_grad_(case == "all")
+    if case == "last":
+        model[-1].requires_grad_()
+    x = torch.randn(4, 3, 16, 16, requires_grad=case == "input")
+    report = fxmem.report(model, x, measured=True, autocast=torch.bfloat16, freezing=0)
+    assert report.measured is not None
+    for footprint, truth in zip((report.eager, report.fxmem), report.measured, strict=True):
+        assert footprint is not None
+        assert truth is not None
+        assert (footprint.kept, footprint.outputs, footprint.gradients) == (truth.kept, truth.outputs, truth.gradients)
+
+
 def test_meta_and_dtype_and_device() -> None:
     model, x = _model(), torch.randn(2, 3, 10, 10, requires_grad=True)
     plain = fxmem.report(model, x)
