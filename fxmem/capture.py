@@ -122,6 +122,7 @@ class _Tracer(fx.Tracer):
         self.opaque: dict[str, str] = {}
         self.grad_mode = torch.is_grad_enabled()
         self.autocast = _autocast_state()
+        self.hooks = _saved_tensors_hooks()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if super().is_leaf_module(m, module_qualified_name) or type(m).__module__.startswith("fxmem.ops."):
@@ -157,6 +158,12 @@ class _Tracer(fx.Tracer):
                 "the forward switches autocast, which symbolic tracing would lose.",
                 remedy="Enter autocast around the call of the model instead.",
             )
+        if _saved_tensors_hooks() != self.hooks:
+            raise CaptureError(
+                "the forward runs under saved-tensor hooks (activation checkpointing, save_on_cpu), which symbolic tracing "
+                "would lose.",
+                remedy="Optimize what is checkpointed, and checkpoint the result.",
+            )
         node = super().create_node(*args, **kwargs)
         if isinstance(node.type, str):
             # An annotation that is not evaluated; older torch takes it for an object to import on unpickling.
@@ -164,6 +171,10 @@ class _Tracer(fx.Tracer):
         if node.stack_trace:
             node.meta["source"] = _source(node.stack_trace)
         return node
+
+
+def _saved_tensors_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def _autocast_state() -> tuple[bool, bool, torch.dtype]:

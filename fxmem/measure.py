@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fxmem.errors import ArgumentError
-from fxmem.passes.base import loss_or_outputs
+from fxmem.passes.base import loss_or_outputs, storages_of
 from fxmem.records import Measurement
 
 _FORWARD, _BACKWARD = "fxmem::forward", "fxmem::backward"
@@ -81,6 +81,10 @@ def run(
     """
     args = (example_args,) if isinstance(example_args, Tensor) else tuple(example_args)
     kwargs = dict(example_kwargs or {})
+    # What a graph leads to begins anew here: what is before it is not the model's.
+    args, kwargs = tree_map_only(
+        Tensor, lambda t: t if t.is_leaf else t.detach().requires_grad_(t.requires_grad), (args, kwargs)
+    )
     inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     wanted: dict[str, Tensor] = {f"input {i}": t for i, t in enumerate(inputs) if t.requires_grad and t.is_leaf}
     wanted |= {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -88,6 +92,7 @@ def run(
     meter = _CudaMeter(anchor.device) if anchor.device.type == "cuda" else _CpuMeter()
     grads = {name: t.grad for name, t in wanted.items()}
     buffers = {name: (b, b.detach().clone()) for name, b in model.named_buffers()}
+    bound = [(m, dict(m._buffers)) for m in model.modules() if m._buffers]
     for t in wanted.values():
         t.grad = None
     cuda = [anchor.device.index or 0] if anchor.device.type == "cuda" else []
@@ -118,11 +123,13 @@ def run(
     finally:
         for name, t in wanted.items():
             t.grad = grads[name]
+        for module, old in bound:
+            module._buffers.update(old)
         with torch.no_grad():
             for buffer, value in buffers.values():
                 buffer.copy_(value)
     kept, peak, held = meter.result()
-    made = sum(g.numel() * g.element_size() for g in gradients.values() if g is not None)
+    made = sum(s.nbytes() for g in gradients.values() if g is not None for s in storages_of(g))
     return Run(Measurement(kept, peak, held, made, str(anchor.device)), output, gradients, after, rng_state)
 
 

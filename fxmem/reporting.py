@@ -101,12 +101,15 @@ def build_report(
             progress("following forward and backward of the rewritten model")
             after = _follow(subject, gm)
         rows = _graph_rows(gm, *seen) if gm is not None and seen is not None else _call_rows(before, after)
-        for which, lifetimes in (("eager", before), ("fxmem", after)):
-            if lifetimes is not None and lifetimes.hidden:
-                notes.append(
-                    f"{which}: {lifetimes.hidden} of the bytes kept are held by attributes of modules or functions, "
-                    "where autograd does not show them; no row has them"
-                )
+        for which, lifetimes, held in (
+            ("eager", before, sum(r.eager for r in rows)),
+            ("fxmem", after, sum(r.fxmem or 0 for r in rows)),
+        ):
+            if lifetimes is not None and (missing := lifetimes.footprint.kept - held):
+                who = "attributes of modules or functions, where autograd does not show them"
+                if missing != lifetimes.hidden:
+                    who += ", or because of hooks on modules"
+                notes.append(f"{which}: {missing} of the bytes kept are held by {who}; no row has them")
         if before.footprint.peak is None:
             notes.append("nothing in the output requires grad, so there is no backward pass")
         real: tuple[Measurement, Measurement | None] | None = None

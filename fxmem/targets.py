@@ -167,9 +167,9 @@ def _transformers(name: str, shapes: list[tuple[int, ...]]) -> Target:
     known = inspect.signature(configured.__init__).parameters
     for key in () if name.endswith(".json") else options:
         # Configurations take any key in silence; one that is nearly a key of theirs is a slip.
-        near = get_close_matches(key, known, cutoff=0.8)
-        if near and key not in known and not hasattr(configured(), key):
-            raise ArgumentError(f"{configured.__name__} has no {key}.", where=where, remedy=f"Did you mean {', '.join(near)}?")
+        alike = get_close_matches(key, known, cutoff=0.8)
+        if alike and key not in known and not hasattr(configured(), key):
+            raise ArgumentError(f"{configured.__name__} has no {key}.", where=where, remedy=f"Did you mean {', '.join(alike)}?")
     config = configured.from_dict(options)
     config.use_cache = False  # a cache is of no use in training, and would be kept
     model = cls(config)

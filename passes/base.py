@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxmem.ops import RULES
 from fxmem.ops.common import Rule
@@ -76,6 +77,18 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     for leaf in torch.utils._pytree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf
+
+
+def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """The storages behind a tensor: one of a plain one, several of a sparse one or a subclass that holds tensors, or none."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return []
+    outer: Any = tensor
+    if is_traceable_wrapper_subclass(outer):
+        return [s for name in outer.__tensor_flatten__()[0] for s in storages_of(getattr(outer, name))]
+    if tensor.layout == torch.sparse_coo:
+        return [*storages_of(tensor._indices()), *storages_of(tensor._values())]
+    return [tensor.untyped_storage()] if tensor.layout == torch.strided else []
 
 
 def loss_or_outputs(output: Any) -> list[torch.Tensor]:

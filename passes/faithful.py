@@ -58,7 +58,7 @@ class _Corrections(TorchDispatchMode):
             y, *statistics = result
             wide = next((t.dtype for t in args[1:5] if t is not None and t.dtype != args[0].dtype), None)
             return (y, *(t.to(wide) for t in statistics)) if wide and isinstance(y, FakeTensor) else result
-        if func is aten.mkldnn_rnn_layer.default and args[-1]:
+        if func is aten.mkldnn_rnn_layer.default and torch.is_grad_enabled():
             *values, workspace = result
             if isinstance(workspace, FakeTensor) and not workspace.numel():
                 key = tuple((tuple(a.shape), a.dtype) if isinstance(a, Tensor) else _frozen(a) for a in args)

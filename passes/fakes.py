@@ -46,7 +46,9 @@ class Fakes:
             return tensor.detach().clone().requires_grad_(tensor.requires_grad)
         device = self.device or (torch.device("cpu") if tensor.device.type == "meta" else tensor.device)
         dtype = self.dtype if self.dtype and tensor.is_floating_point() else tensor.dtype
-        fake = tensor if isinstance(tensor, FakeTensor) else self.mode.from_tensor(tensor)
+        # What a graph leads to begins anew here: what is before it is not the model's.
+        given = tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
+        fake = given if isinstance(given, FakeTensor) else self.mode.from_tensor(given)
         if _same(fake.device, device) and fake.dtype == dtype:
             return fake
         with self.mode, torch.no_grad():

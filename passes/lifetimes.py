@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from fxmem.passes.base import loss_or_outputs, tensors_of
+from fxmem.passes.base import loss_or_outputs, storages_of, tensors_of
 from fxmem.passes.faithful import faithful
 from fxmem.passes.fakes import Fakes
 from fxmem.passes.saved_tensors import fresh_functions, saved_as, saved_numbers
@@ -122,15 +122,16 @@ def follow(
             torch.clear_autocast_cache()
             live.leave()
         outputs = list(tensors_of(output))
-        held = sum({live.serial(t): live.counted.get(live.serial(t), 0) for t in outputs}.values())
-        by_serial: dict[int, Kind] = {live.serial(t): "output" for t in outputs}
-        by_serial |= {live.serial(t): "input" for t in inputs}
-        by_serial |= {live.serial(t): kinds[id(t)] for t in state.values()}
+        held = sum(live.counted.get(serial, 0) for serial in {s for t in outputs for s in live.serials(t)})
+        by_serial: dict[int, Kind] = {s: "output" for t in outputs for s in live.serials(t)}
+        by_serial |= {s: "input" for t in inputs for s in live.serials(t)}
+        by_serial |= {s: kinds[id(t)] for t in state.values() for s in live.serials(t)}
         saved = calls.saved(by_serial)
         shown = {t.storage for t in saved.tensors if t.kind == "activation"}
         hidden = live.total - held - sum(live.counted.get(serial, 0) for serial in shown)
         ends = [t for t in loss_or_outputs(output) if t.requires_grad]
-        if backward and ends:
+        ran = bool(backward and ends)
+        if ran:
             cotangents = [torch.empty_like(t) for t in ends]
             for cotangent in cotangents:
                 live.know(cotangent)
@@ -146,10 +147,10 @@ def follow(
                     torch.autograd.backward(ends, cotangents)
                     gradients = [t.grad for t in leaves if t.grad is not None]
             live.leave()
-        made = sum({live.serial(t): t.untyped_storage().nbytes() for t in gradients}.values())
+        made = sum({s._cdata: s.nbytes() for t in gradients for s in storages_of(t)}.values())
     for t in leaves:
         t.grad = None
-    peak, steps = (live.peak, _fewer(live.steps)) if backward and made else (None, ())
+    peak, steps = (live.peak, _fewer(live.steps)) if backward and ran else (None, ())
     return Lifetimes(Footprint(saved.kept + hidden, peak, held, made, steps), saved, tuple(calls.calls), hidden)
 
 
@@ -189,14 +190,13 @@ class _Live(TorchDispatchMode):
 
     def know(self, tensor: Tensor) -> None:
         """Takes note of a storage that does not count."""
-        self._register(tensor.untyped_storage(), 0)
-
-    def serial(self, tensor: Tensor) -> int:
-        """Number of the tensor's storage, its own for as long as the run lasts."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._serials:
+        for storage in storages_of(tensor):
             self._register(storage, 0)
-        return self._serials[storage._cdata]
+
+    def serials(self, tensor: Tensor) -> list[int]:
+        """Numbers of the tensor's storages, their own for as long as the run lasts."""
+        self.know(tensor)
+        return [self._serials[storage._cdata] for storage in storages_of(tensor)]
 
     def alive(self) -> set[int]:
         """Numbers of the storages that live."""
@@ -226,8 +226,8 @@ class _Live(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         made = list(tensors_of(result))
         for tensor in made:
-            storage = tensor.untyped_storage()
-            self._register(storage, storage.nbytes())
+            for storage in storages_of(tensor):
+                self._register(storage, storage.nbytes())
         high = max(self.total, before + workspace(func, args, made))
         self._high = max(self._high, high)
         self.peak = max(self.peak, high)
@@ -246,7 +246,7 @@ class _Calls(TorchFunctionMode):
         self.calls: list[Call] = [] if trail is None else trail
         self._live = live
         self._paths = {id(module): path for path, module in model.named_modules()}
-        self._state = {live.serial(t) for t in state}
+        self._state = {s for t in state for s in live.serials(t)}
         self._modules: list[tuple[str, str, Call | None]] = []
         self._current: Call | None = None
         self._names: dict[str, int] = {}
@@ -307,11 +307,12 @@ class _Calls(TorchFunctionMode):
 
     def _record(self, call: Call, tensor: Tensor) -> None:
         # Numbers and words alone: a tensor that is held here would not die.
-        serial = self._live.serial(tensor)
-        call.packed.append(serial)
         shape, dtype = tuple(tensor.shape), _name(tensor.dtype)
-        nbytes = tensor.untyped_storage().nbytes()
-        self._packed.append(SavedTensor(call.name, call.module, call.op, shape, dtype, serial, nbytes, "activation"))
+        for serial, storage in zip(self._live.serials(tensor), storages_of(tensor), strict=True):
+            call.packed.append(serial)
+            self._packed.append(
+                SavedTensor(call.name, call.module, call.op, shape, dtype, serial, storage.nbytes(), "activation")
+            )
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         path, kind = self._paths.get(id(module), ""), type(module).__name__
@@ -347,11 +348,15 @@ class _Calls(TorchFunctionMode):
         self._close(call, result)
         return result
 
+    def _hooked(self) -> bool:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return hooks is not None and hooks[0] == self.pack
+
     def _open(self, path: str, op: str, operands: Any) -> Call:
         name = f"{path}.{op}" if path else op
         count = self._names[name] = self._names.get(name, 0) + 1
         call = Call(name if count == 1 else f"{name}#{count}", path, op, _source())
-        call.operands = {self._live.serial(t) for t in tensors_of(operands)}
+        call.operands = {s for t in tensors_of(operands) for s in self._live.serials(t)}
         self.calls.append(call)
         return call
 
@@ -360,13 +365,14 @@ class _Calls(TorchFunctionMode):
             tensors = list(tensors_of(result))
             for function in fresh_functions(tensors, self._makers):
                 self._makers[function._sequence_nr()] = call
-                for number in saved_numbers(function):
+                # Under hooks of somebody else, such as a checkpoint's, to look at what is saved would make it anew.
+                for number in saved_numbers(function) if self._hooked() else ():
                     self._numbers.append(number)
                     self._record(call, number)
             if tensors:
                 call.shape, call.dtype = tuple(tensors[0].shape), _name(tensors[0].dtype)
             if call.packed:
-                results = {self._live.serial(t) for t in tensors}
+                results = {s for t in tensors for s in self._live.serials(t)}
                 words = [saved_as(s, call.operands, results) for s in call.packed if s not in self._state]
                 call.saves = tuple(dict.fromkeys(words))
 

@@ -389,3 +389,36 @@ def test_attributes_set_by_the_forward_are_noted() -> None:
     assert not hasattr(model.inner, "seen")
     assert optimized.notes == ("the forward sets inner.seen on every call; the graph does not",)
     compare(model, optimized, (x,))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_are_not_lost(reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(lambda t: self.layer(t).relu().exp(), x, use_reentrant=reentrant)
+
+    with pytest.raises(fxmem.CaptureError, match="which symbolic tracing would lose"):
+        fxmem.optimize(Model())
+    x = torch.randn(4, 8, requires_grad=True)
+    report = fxmem.report(Model(), x)
+    assert report.fxmem is None
+    assert report.eager.kept == 0
+    assert report.eager.peak is not None
+    assert report.eager.gradients == 4 * (4 * 8 + 8 * 8 + 8)
+
+
+def test_save_on_cpu_is_not_lost() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autograd.graph.save_on_cpu():
+                return x.exp()
+
+    with pytest.raises(fxmem.CaptureError, match="saved-tensor hooks"):
+        fxmem.optimize(Model())

@@ -237,6 +237,70 @@ def test_hidden_bytes_are_told() -> None:
     assert any(f"{4 * 8 * 4} of the bytes kept are held by attributes" in note for note in report.notes)
 
 
+@pytest.mark.parametrize("train", [True, False])
+def test_recurrent_layers_keep_a_workspace(train: bool) -> None:
+    model = _First(nn.LSTM(8, 16, 2, bidirectional=True)).train(train)
+    report = fxmem.report(model, torch.randn(5, 2, 8, requires_grad=True), measured=True)
+    assert report.measured is not None
+    assert report.eager.kept == report.measured[0].kept
+
+
+class _First(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        first: Tensor = self.inner(x)[0]
+        return first
+
+
+class _Rebinds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.mean + x.mean(0).detach()
+        return self.layer(x) + self.mean
+
+
+def test_models_that_change_themselves_are_left_as_they_were() -> None:
+    model = _Rebinds()
+    old = model.mean
+    report = fxmem.report(model, torch.randn(4, 8), measured=True)
+    assert model.mean is old
+    assert not old.any()
+    assert report.measured is not None
+    assert report.eager.kept == report.measured[0].kept
+    assert any("are held by attributes of modules" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("form", ["vmap", "hook", "not a leaf", "sparse"])
+def test_unusual_models(form: str) -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
+    if form == "vmap":
+
+        class Mapped(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.func.vmap(lambda t: t.sin() * 2)(x)
+
+        model = Mapped()
+    elif form == "hook":
+        model[0].register_forward_hook(lambda m, i, o: o * 2)  # type: ignore[index]
+    elif form == "not a leaf":
+        x = x * 2
+    else:
+        model, x = nn.Sequential(nn.Embedding(10, 4, sparse=True)), torch.randint(10, (3,))
+    report = fxmem.report(model, x, measured=True)
+    assert report.measured is not None
+    missing = report.measured[0].kept - report.eager.kept
+    assert missing == (8 if form == "vmap" else 0)  # a number, which vmap wraps so that nobody sees it
+    assert report.eager.peak is not None
+
+
 def test_bad_options() -> None:
     model, x = _model(), torch.randn(2, 3, 10, 10)
     with pytest.raises(fxmem.ArgumentError, match="a real run takes the model as it is"):
