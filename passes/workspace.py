@@ -15,6 +15,7 @@ from torch import Tensor
 
 _BLOCK = 16
 _LARGE_PATCH = 256
+_LARGEST_PATCH = 1024
 
 
 def workspace(func: Any, args: tuple[Any, ...], results: list[Tensor]) -> int:
@@ -48,7 +49,10 @@ def _forward(x: Tensor, weight: Tensor, y: int) -> int:
 def _backward(gradient: Tensor, x: Tensor, weight: Tensor, geometry: list[Any], mask: list[bool]) -> int:
     stride, _, _, _, _, groups = geometry
     g, i, w = _nbytes(gradient), _nbytes(x), _nbytes(weight)
-    padded = w * _BLOCK // weight.shape[1] if _few(weight) and groups == 1 else w
+    area = math.prod(weight.shape[2:])
+    padded = w
+    if _few(weight) and groups == 1:
+        padded = w * (_BLOCK if area < _LARGEST_PATCH else _BLOCK // 2) // weight.shape[1]
     made = i if mask[0] else 0
     if _channels_last(x):
         return made + 2 * padded + (w if mask[1] else 0)
@@ -58,7 +62,7 @@ def _backward(gradient: Tensor, x: Tensor, weight: Tensor, geometry: list[Any], 
         copies = 3 if groups == 1 and max(stride) > 1 else 2
         by_input = max(g + padded + i, copies * i)
     if mask[1]:
-        if _few(x) and math.prod(weight.shape[2:]) >= _LARGE_PATCH:
+        if _few(x) and area >= _LARGE_PATCH:
             by_weight = made + 5 * w + i // max(x.shape[0], 1)
         else:
             by_weight = made + max((0 if _few(x) else i) + g + w, 2 * w)
