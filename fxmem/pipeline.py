@@ -224,7 +224,7 @@ def rewrite(
         verdicts = decide_by_structure(gm, found, flow)
         selective_save(gm, graph, found, verdicts)
     else:
-        plain = [c.verdict if not c.verdict.instead_of_output else _later(c.verdict) for c in found]
+        plain = [c.verdict if c.verdict.instead_of is None else _later(c.verdict) for c in found]
         selective_save(gm, graph, found, plain)
         verdicts = decide_by_observation(found, observe(gm, graph, inputs, fakes()).saved)
         selective_save(gm, graph, found, verdicts)

@@ -2,12 +2,15 @@
 
 Most selective ops keep a part of what torch keeps, or something small and private in place of something private: they are
 applied wherever their rule says that something is won. One kind is different: an op that keeps a packed mask in place of its
-own *output* wins only if nobody else keeps that output. Two ways tell:
+own *output* or its *input* wins only if nobody else keeps that. Two ways tell:
 
 - With an observation (a run on fake tensors in which the other rules are applied already) the keepers of every storage are
   known. Each such op touches one storage, so storages are independent of one another, and for each there are two choices that
   matter: all of its keepers take masks, which frees it, or none does. Taking the cheaper one per storage is the minimum.
-- From structure alone, an output counts as free when every consumer is known not to keep its operand.
+- From structure alone, an output counts as free when every consumer is known not to keep its operand. An input counts as free
+  when besides that the op that made it is known not to keep its result, and it is neither an input of the model nor a view of
+  one. Masks that count on one another are taken together or not at all: whoever is refused keeps what torch keeps, which may
+  refuse others, until nothing changes.
 
 Requires the analysis' result; changes nothing.
 """
@@ -15,8 +18,8 @@ Requires the analysis' result; changes nothing.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -92,7 +95,8 @@ def _choice(gm: nn.Module, node: fx.Node, flow: GradFlow, names: dict[int, str])
         needs[name] = any(flow.requires_grad(n.name) for n in nodes)
         if len(nodes) == 1 and nodes[0].op == "get_attr":
             called[name] = str(nodes[0].target)
-    return Choice(node, rule, ours, rule.check(Site(None, arguments, needs, called)))
+    inplace = arguments.get("inplace") is True or ours.__name__.endswith("_")
+    return Choice(node, rule, ours, rule.check(Site(None, arguments, needs, called, inplace)))
 
 
 def _module_choice(gm: nn.Module, node: fx.Node, flow: GradFlow, names: dict[int, str]) -> Choice | None:
@@ -120,7 +124,8 @@ def _module_choice(gm: nn.Module, node: fx.Node, flow: GradFlow, names: dict[int
         if parameter is not None:
             needs[name] = parameter.requires_grad
             called[name] = names.get(id(parameter), f"{node.target}.{name}")
-    return Choice(node, rule, ours, rule.check(Site(module, {}, needs, called)))
+    inplace = getattr(module, "inplace", False)
+    return Choice(node, rule, ours, rule.check(Site(module, {}, needs, called, inplace)))
 
 
 def decide_by_observation(found: list[Choice], saved: SavedTensors) -> list[Verdict]:
@@ -128,9 +133,9 @@ def decide_by_observation(found: list[Choice], saved: SavedTensors) -> list[Verd
 
     Args:
         found: the choices.
-        saved: the observation of the graph in which every choice that is not ``instead_of_output`` is applied.
+        saved: the observation of the graph in which every choice that is not ``instead_of`` something is applied.
     """
-    masks = {c.node.name for c in found if c.verdict.apply and c.verdict.instead_of_output}
+    masks = {c.node.name: c.verdict.bits for c in found if c.verdict.apply and c.verdict.instead_of}
     keepers: dict[int, list[str]] = {}
     by_node: dict[str, list[Any]] = {}
     for tensor in saved.tensors:
@@ -146,19 +151,20 @@ def decide_by_observation(found: list[Choice], saved: SavedTensors) -> list[Verd
 
 
 def _mask_verdict(
-    verdict: Verdict, kept: list[Any], keepers: dict[int, list[str]], by_node: dict[str, list[Any]], masks: set[str]
+    verdict: Verdict, kept: list[Any], keepers: dict[int, list[str]], by_node: dict[str, list[Any]], masks: dict[str, int]
 ) -> Verdict:
     if not kept:
         return Verdict(False, "nothing to save: torch keeps nothing here")
-    tensor = kept[0]
+    tensor, what = kept[0], verdict.instead_of
     if tensor.kind == "output":
-        return Verdict(False, "kept: its output is returned, so it is alive anyway")
+        return Verdict(False, f"kept: its {what} is returned, so it is alive anyway")
     if tensor.kind != "activation":
-        return Verdict(False, f"kept: its output shares memory with an {tensor.kind}, which is alive anyway")
+        return Verdict(False, f"kept: its {what} shares memory with an {tensor.kind}, which is alive anyway")
     others = [name for name in keepers[tensor.storage] if name not in masks]
     if others:
-        return Verdict(False, f"kept: {by_node[others[0]][0].module or others[0]} keeps its output anyway")
-    price = sum(-(-_numel(by_node[name][0].shape) // 8) for name in dict.fromkeys(keepers[tensor.storage]))
+        return Verdict(False, f"kept: {by_node[others[0]][0].module or others[0]} keeps its {what} anyway")
+    sharing = dict.fromkeys(keepers[tensor.storage])
+    price = sum(-(-_numel(by_node[name][0].shape) // 8) * masks[name] for name in sharing)
     if price >= tensor.nbytes:
         return Verdict(False, "kept: the masks of all that keep this memory would be larger than it")
     return verdict
@@ -172,18 +178,25 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 def decide_by_structure(gm: nn.Module, found: list[Choice], flow: GradFlow) -> list[Verdict]:
-    """A final verdict for each choice from the graph alone: a mask only where no consumer can keep the output."""
-    dropped = {c.node for c in found if c.verdict.apply and not _keeps_now(gm, c)}
-    masks = {c.node for c in found if c.verdict.instead_of_output}
-    verdicts = []
-    for choice in found:
-        verdict = choice.verdict
-        if verdict.apply and verdict.instead_of_output:
-            keeper = _keeper(gm, choice.node, flow, dropped, masks)
-            if keeper is not None:
-                verdict = Verdict(False, f"kept: {keeper}")
-        verdicts.append(verdict)
-    return verdicts
+    """A final verdict for each choice from the graph alone: a mask only where nobody else can keep what it stands for."""
+    plain = [c for c in found if not (c.verdict.apply and c.verdict.instead_of)]
+    free = _Free(
+        gm,
+        flow,
+        dropped={c.node for c in plain if c.verdict.apply and not _keeps_now(gm, c)},
+        made={c.node for c in found if c.rule.name in _MAKE},
+        masks={c.node: c.verdict.instead_of for c in found if c.verdict.apply and c.verdict.instead_of},
+    )
+    refused: dict[fx.Node, str] = {}
+    pending = True
+    while pending:
+        pending = False
+        for node, what in list(free.masks.items()):
+            if node not in refused and (keeper := free.keeper(node, what)) is not None:
+                refused[node] = keeper
+                free.refused.add(node)
+                pending = True
+    return [Verdict(False, f"kept: {refused[c.node]}") if c.node in refused else c.verdict for c in found]
 
 
 def _keeps_now(gm: nn.Module, choice: Choice) -> bool:
@@ -254,30 +267,93 @@ _ALIAS: frozenset[Callable[..., Any] | str | type] = frozenset(
 )
 
 
-def _keeper(gm: nn.Module, node: fx.Node, flow: GradFlow, dropped: set[fx.Node], masks: set[fx.Node]) -> str | None:
-    """Who may keep the value of ``node``, as the end of a sentence; None if nobody can."""
-    for alias in _aliases(gm, node):
-        for user in alias.users:
-            if user.op == "output":
-                return "its output is returned, so it is alive anyway"
-            key = _key(gm, user)
-            if key in _ALIAS or key in _FREE or user in dropped or user in masks or not flow.requires_grad(user.name):
-                if key is nn.Linear and any(p.requires_grad for p in module_of(gm, user).parameters()):  # type: ignore[union-attr]
-                    return f"{user.name} keeps its output anyway"
-                continue
-            return f"{user.name} keeps its output anyway, or may"
-    return None
+# Rules whose ops, stock or not, make a new tensor and do not keep it.
+_MAKE = frozenset({"linear", "conv", "batch_norm", "max_pool", "avg_pool"})
+# Consumers whose value is theirs alone, and is not kept by them.
+_MAKERS = _FREE - {getattr, "size", "dim", "detach", nn.Dropout}
 
 
-def _aliases(gm: nn.Module, node: fx.Node) -> Iterator[fx.Node]:
-    seen = [node]
-    for alias in seen:
-        yield alias
-        for user in alias.users:
-            inplace = getattr(module_of(gm, user), "inplace", False) or user.kwargs.get("inplace", False)
-            method = user.op == "call_method" and str(user.target).endswith("_")
-            if (_key(gm, user) in _ALIAS or inplace or method) and user not in seen:
-                seen.append(user)
+@dataclass
+class _Free:
+    """Who may keep a value, as far as the graph tells.
+
+    Args:
+        gm: the module that holds the graph's submodules.
+        flow: which values require grad.
+        dropped: nodes that a rule frees of their operands.
+        made: nodes whose value is a new tensor that they do not keep.
+        masks: nodes that could take a mask, and in place of what.
+        refused: those of them that do not.
+    """
+
+    gm: nn.Module
+    flow: GradFlow
+    dropped: set[fx.Node]
+    made: set[fx.Node]
+    masks: Mapping[fx.Node, str | None]
+    refused: set[fx.Node] = field(default_factory=set)
+
+    def keeper(self, node: fx.Node, what: str | None) -> str | None:
+        """Who may keep the output or the input of ``node``, as the end of a sentence; None if nobody can."""
+        if what == "output":
+            return self._consumer(node, node, "output")
+        operands = [v for v in (*node.args[:1], node.kwargs.get("input")) if isinstance(v, fx.Node)]
+        if len(operands) != 1:
+            return "its input is not a value of the graph"
+        root = operands[0]
+        while _key(self.gm, root) in _ALIAS or (self._inplace(root) and (root in self.masks or root in self.dropped)):
+            before = [v for v in root.args if isinstance(v, fx.Node)]
+            if not before or self._keeps_output(root):
+                return f"{root.name} keeps its input anyway, or may"
+            root = before[0]
+        if root.op in ("placeholder", "get_attr"):
+            return f"its input shares memory with {root.name}, which is alive anyway"
+        new = root in self.made or root in self.masks or _key(self.gm, root) in _MAKERS
+        if not new or self._keeps_output(root):
+            return f"{root.name} keeps its input anyway, or may"
+        return self._consumer(root, node, "input")
+
+    def _consumer(self, value: fx.Node, node: fx.Node, what: str) -> str | None:
+        for alias in self._aliases(value):
+            if alias is not node and self._keeps_output(alias):
+                return f"{alias.name} keeps its {what} anyway"
+            for user in alias.users:
+                if user.op == "output":
+                    return f"its {what} is returned, so it is alive anyway"
+                if user is node or not self._may_keep(user):
+                    continue
+                may = "" if _key(self.gm, user) is nn.Linear else ", or may"
+                return f"{user.name} keeps its {what} anyway{may}"
+        return None
+
+    def _may_keep(self, user: fx.Node) -> bool:
+        """Whether ``user`` may keep an operand."""
+        key = _key(self.gm, user)
+        if key is nn.Linear:
+            module = module_of(self.gm, user)
+            return module is not None and any(p.requires_grad for p in module.parameters()) and user not in self.dropped
+        if user in self.masks:
+            return self.masks[user] == "input" and user in self.refused
+        return not (key in _ALIAS or key in _FREE or user in self.dropped or not self.flow.requires_grad(user.name))
+
+    def _keeps_output(self, node: fx.Node) -> bool:
+        return self.masks.get(node) == "output" and node in self.refused
+
+    def _inplace(self, user: fx.Node) -> bool:
+        if getattr(module_of(self.gm, user), "inplace", False) or user.kwargs.get("inplace", False):
+            return True
+        if user.op == "call_function" and user.target in FUNCTIONS:
+            arguments = bound_arguments(FUNCTIONS[user.target][1], user) or {}
+            return bool(arguments.get("inplace", False)) or user.target.__name__.endswith("_")
+        return user.op == "call_method" and str(user.target).endswith("_")
+
+    def _aliases(self, node: fx.Node) -> Iterator[fx.Node]:
+        seen = [node]
+        for alias in seen:
+            yield alias
+            for user in alias.users:
+                if (_key(self.gm, user) in _ALIAS or self._inplace(user)) and user not in seen:
+                    seen.append(user)
 
 
 def _key(gm: nn.Module, node: fx.Node) -> Any:

@@ -48,7 +48,7 @@ def selective_save(gm: nn.Module, graph: fx.Graph, found: Sequence[Choice], verd
     for choice, verdict in zip(found, verdicts, strict=True):
         # A module that is called several times changes its class once; the calls that stay stock say so.
         module = module_of(gm, choice.node)
-        if module is not None and choice.verdict.instead_of_output and type(module) is choice.replacement:
+        if module is not None and choice.verdict.instead_of is not None and type(module) is choice.replacement:
             kwargs = {k: v for k, v in choice.node.kwargs.items() if k != "pack"}
             choice.node.kwargs = kwargs if verdict.apply else {**kwargs, "pack": False}
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -137,12 +137,14 @@ class Site:
         arguments: the call's arguments by the name torch's functional form gives them, values or nodes.
         requires_grad: which of them require grad.
         names: the parameter's qualified name, for those that are parameters.
+        inplace: whether the call overwrites its input.
     """
 
     module: nn.Module | None
     arguments: Mapping[str, object]
     requires_grad: Mapping[str, bool]
     names: Mapping[str, str] = field(default_factory=dict)
+    inplace: bool = False
 
     def needs(self, argument: str) -> bool:
         """Whether ``argument`` requires grad; absent ones do not."""
@@ -161,14 +163,16 @@ class Verdict:
         apply: whether the selective op keeps less there.
         reason: one sentence for the user.
         remedy: what the user could do about a refusal.
-        instead_of_output: True when the op keeps something small in place of its own output, which wins only if nobody
-            else keeps that output.
+        instead_of: ``"input"`` or ``"output"`` when the op keeps a mask in place of that, which wins only if nobody else keeps
+            it; None when it wins anyway.
+        bits: of that mask, per element.
     """
 
     apply: bool
     reason: str
     remedy: str | None = None
-    instead_of_output: bool = False
+    instead_of: Literal["input", "output"] | None = None
+    bits: int = 1
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ _library.define("relu_pack(Tensor input) -> (Tensor, Tensor)")
 _library.define("relu_pack_(Tensor(a!) input) -> Tensor")
 _library.define("unpack(Tensor packed, SymInt[] size, SymInt[] stride, ScalarType dtype) -> Tensor")
 _library.define("threshold_backward(Tensor grad, Tensor packed, SymInt[] stride) -> Tensor")
+_library.define("hardtanh_backward(Tensor grad, Tensor packed, SymInt[] stride) -> Tensor")
+_library.define("leaky_backward(Tensor grad, Tensor packed, SymInt[] stride, float slope) -> Tensor")
 _library.define("scale_backward(Tensor grad, Tensor packed, SymInt[] stride, float scale) -> Tensor")
 
 # A float whose only set bit is one of its exponent bits is positive, so eight of them in turn are what the eight bits
@@ -85,6 +87,31 @@ def threshold_backward(grad: Tensor, packed: Tensor, stride: tuple[int, ...]) ->
     return torch.ops.fxmem.threshold_backward(grad, packed, stride)
 
 
+def hardtanh_backward(grad: Tensor, packed: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """``grad`` where the bit is set, 0 elsewhere: torch's ``hardtanh_backward`` with a packed mask.
+
+    It differs from ``threshold_backward`` in the strides of the result alone: they follow grad's, not the packed tensor's.
+
+    Args:
+        grad: gradient of the output, of the packed tensor's shape.
+        packed: the bits, as ``pack_nonzero`` lays them out.
+        stride: strides of the packed tensor, as in ``unpack``.
+    """
+    return torch.ops.fxmem.hardtanh_backward(grad, packed, stride)
+
+
+def leaky_backward(grad: Tensor, packed: Tensor, stride: tuple[int, ...], slope: float) -> Tensor:
+    """``grad`` where the bit is set, ``grad * slope`` elsewhere: torch's ``leaky_relu_backward`` with a packed mask.
+
+    Args:
+        grad: gradient of the output, of the packed tensor's shape.
+        packed: the bits, as ``pack_nonzero`` lays them out.
+        stride: strides of the packed tensor, as in ``unpack``.
+        slope: the derivative where the bit is not set.
+    """
+    return torch.ops.fxmem.leaky_backward(grad, packed, stride, slope)
+
+
 def scale_backward(grad: Tensor, packed: Tensor, stride: tuple[int, ...], scale: float) -> Tensor:
     """``grad * (scale where the bit is set, else 0)``: the derivative of dropout with a packed mask.
 
@@ -121,14 +148,14 @@ def _block(n: int, device: torch.device) -> int:
 
 
 def _pack_impl(input: Tensor) -> Tensor:
-    return _pack_flat(_flat(input) if is_dense(input) else input.contiguous().view(-1), None)
+    return pack_flat(_flat(input) if is_dense(input) else input.contiguous().view(-1))
 
 
 def _relu_pack_inplace_impl(input: Tensor) -> Tensor:
     if not is_dense(input):
         return _pack_impl(torch.relu_(input))
     flat = _flat(input)
-    return _pack_flat(flat, flat)
+    return pack_flat(flat, relu_of=flat)
 
 
 def _relu_pack_impl(input: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,11 +163,23 @@ def _relu_pack_impl(input: Tensor) -> tuple[Tensor, Tensor]:
         output = torch.relu(input)
         return output, _pack_impl(output)
     output = torch.empty_like(input)
-    return output, _pack_flat(_flat(output), _flat(input))
+    return output, pack_flat(_flat(output), relu_of=_flat(input))
 
 
-def _pack_flat(flat: Tensor, relu_of: Tensor | None) -> Tensor:
-    """Packs ``flat``; with ``relu_of`` it is first made the ReLU of that, block by block while it is in the cache."""
+def _nonzero(block: Tensor, out: Tensor | None) -> Tensor:
+    return torch.ne(block, 0, out=out)
+
+
+def pack_flat(
+    flat: Tensor, bits: Callable[[Tensor, Tensor | None], Tensor] = _nonzero, relu_of: Tensor | None = None
+) -> Tensor:
+    """Packs a bit for every element of a dense tensor of one dimension.
+
+    Args:
+        flat: the tensor.
+        bits: makes zeros and ones of a block of it, written to the second argument, of the block's dtype, unless that is None.
+        relu_of: ``flat`` is first made the ReLU of this, block by block while it is in the cache.
+    """
     n = flat.numel()
     out = torch.empty(-(-n // 8), dtype=torch.uint8, device=flat.device)
     if n == 0:
@@ -149,7 +188,7 @@ def _pack_flat(flat: Tensor, relu_of: Tensor | None) -> Tensor:
         if relu_of is not None:
             torch.clamp_min(relu_of, 0, out=flat)
         mask = torch.zeros(8 * out.numel(), dtype=torch.uint8, device=flat.device)
-        mask[:n] = torch.ne(flat, 0)
+        mask[:n] = bits(flat, None)
         shifts = torch.arange(8, dtype=torch.uint8, device=flat.device)
         return torch.sum(mask.view(8, -1).bitwise_left_shift_(shifts[:, None]), 0, dtype=torch.uint8, out=out)
     work = torch.float64 if flat.dtype is torch.float64 else torch.float32
@@ -168,9 +207,9 @@ def _pack_flat(flat: Tensor, relu_of: Tensor | None) -> Tensor:
             mask[block.numel() :] = 0
         # Comparing into a buffer of the operand's own dtype is several times faster than into bool.
         if flat.dtype is work and block.numel() == mask.numel():
-            torch.ne(block, 0, out=mask)
+            bits(block, mask)
         else:
-            mask[: block.numel()].copy_(torch.ne(block, 0))
+            mask[: block.numel()].copy_(bits(block, None))
         packed.copy_(torch.mv(columns, powers, out=sums))
     return out
 
@@ -211,6 +250,24 @@ def _threshold_backward_impl(grad: Tensor, packed: Tensor, stride: list[int]) ->
     return out
 
 
+def _hardtanh_backward_impl(grad: Tensor, packed: Tensor, stride: list[int]) -> Tensor:
+    if not is_dense(grad) or list(grad.stride()) != list(stride):
+        mask = _unpack_impl(packed, list(grad.shape), stride, grad.dtype)
+        return torch.ops.aten.hardtanh_backward(grad, mask, 0, 2)
+    return _threshold_backward_impl(grad, packed, stride)
+
+
+def _leaky_backward_impl(grad: Tensor, packed: Tensor, stride: list[int], slope: float) -> Tensor:
+    if not is_dense(grad) or list(grad.stride()) != list(stride):
+        mask = _unpack_impl(packed, list(grad.shape), stride, grad.dtype)
+        return torch.ops.aten.leaky_relu_backward(grad, mask, slope, False)
+    out = torch.empty_like(grad)
+    for bits, block, part in _paired(packed, out, grad):
+        _spread(bits, block)
+        torch.ops.aten.leaky_relu_backward.grad_input(part, block, slope, False, grad_input=block)
+    return out
+
+
 def _scale_backward_impl(grad: Tensor, packed: Tensor, stride: list[int], scale: float) -> Tensor:
     if not is_dense(grad) or list(grad.stride()) != list(stride):
         return grad * _unpack_impl(packed, list(grad.shape), stride, grad.dtype).mul_(scale)
@@ -247,6 +304,14 @@ def _threshold_backward_fake(grad: Tensor, packed: Tensor, stride: list[int]) ->
     return torch.ops.aten.threshold_backward(grad, grad.new_empty_strided(grad.shape, stride), 0)
 
 
+def _hardtanh_backward_fake(grad: Tensor, packed: Tensor, stride: list[int]) -> Tensor:
+    return torch.ops.aten.hardtanh_backward(grad, grad.new_empty_strided(grad.shape, stride), 0, 2)
+
+
+def _leaky_backward_fake(grad: Tensor, packed: Tensor, stride: list[int], slope: float) -> Tensor:
+    return torch.ops.aten.leaky_relu_backward(grad, grad.new_empty_strided(grad.shape, stride), slope, False)
+
+
 def _scale_backward_fake(grad: Tensor, packed: Tensor, stride: list[int], scale: float) -> Tensor:
     return grad * grad.new_empty_strided(grad.shape, stride)
 
@@ -257,6 +322,8 @@ for _name, _impl, _fake in (
     ("relu_pack_", _relu_pack_inplace_impl, _relu_pack_inplace_fake),
     ("unpack", _unpack_impl, _unpack_fake),
     ("threshold_backward", _threshold_backward_impl, _threshold_backward_fake),
+    ("hardtanh_backward", _hardtanh_backward_impl, _hardtanh_backward_fake),
+    ("leaky_backward", _leaky_backward_impl, _leaky_backward_fake),
     ("scale_backward", _scale_backward_impl, _scale_backward_fake),
 ):
     _library.impl(_name, _impl, "CPU")
@@ -264,7 +331,7 @@ for _name, _impl, _fake in (
     torch.library.register_fake(f"fxmem::{_name}", _fake, lib=_library)
 
 
-# The two derivatives are linear in grad and each its own derivative, so they differentiate any number of times.
+# The derivatives are linear in grad and each its own derivative, so they differentiate any number of times.
 
 
 def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -290,7 +357,7 @@ def _batch(op: Callable[..., Tensor]) -> Callable[..., Any]:
     return batched
 
 
-for _op in (threshold_backward, scale_backward):
+for _op in (threshold_backward, hardtanh_backward, leaky_backward, scale_backward):
     _qualified = f"fxmem::{_op.__name__}"
     torch.library.register_autograd(_qualified, _derive(_op), setup_context=_save_packed, lib=_library)
     torch.library.register_vmap(_qualified, _batch(_op), lib=_library)

@@ -76,7 +76,7 @@ class SelectiveReLU(nn.ReLU):
 def _check(site: Site) -> Verdict:
     if not site.needs("input"):
         return NO_GRADIENT
-    return Verdict(True, "dropped: the derivative of ReLU needs one bit per element", instead_of_output=True)
+    return Verdict(True, "dropped: the derivative of ReLU needs one bit per element", instead_of="output")
 
 
 RULE = Rule(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from fxmem.ops import batch_norm, conv, dropout, pool, relu
+from fxmem.ops import activation, batch_norm, conv, dropout, pool, relu
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -103,6 +103,12 @@ CASES = [
     *_pools(),
     Case("relu", F.relu, relu.relu, (_X,), (True,), 4),
     Case("relu_", lambda x: torch.relu_(x.neg()), lambda x: relu.relu_(x.neg()), (_X,), (True,), 4),
+    Case("leaky_relu", F.leaky_relu, activation.leaky_relu, (_X,), (True,), 4),
+    Case("leaky_relu_", lambda x: F.leaky_relu_(x.neg()), lambda x: activation.leaky_relu_(x.neg()), (_X,), (True,), 4),
+    Case("hardtanh", F.hardtanh, activation.hardtanh, (_X,), (True,), 4),
+    Case("hardtanh_", lambda x: F.hardtanh_(x.neg()), lambda x: activation.hardtanh_(x.neg()), (_X,), (True,), 4),
+    Case("threshold", lambda x: F.threshold(x, 0.1, 2), lambda x: activation.threshold(x, 0.1, 2), (_X,), (True,), 4),
+    Case("abs", torch.abs, activation.abs, (_X,), (True,), 8),
     Case("dropout", lambda x: F.dropout(x, 0.3), lambda x: dropout.dropout(x, 0.3), (_X,), (True,), 4),
     Case(
         "dropout in place",
