@@ -19,9 +19,8 @@ from torch.utils._pytree import tree_map_only
 
 import fxmem
 from fxmem.errors import ArgumentError, FxmemError
-from fxmem.html import as_html
-from fxmem.records import MemoryReport
-from fxmem.render import as_diff, as_markdown, as_text, human, parts_of
+from fxmem.records import Footprint, MemoryReport
+from fxmem.render import as_diff, as_html, as_markdown, as_text, human
 from fxmem.targets import FORMS, load
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -172,13 +171,24 @@ def _verdict(report: MemoryReport, limit: int) -> tuple[bool, str]:
         if total is None:
             lines.append(f"{name}: the peak is not known; {'; '.join(report.notes)}")
             continue
-        largest = sorted(parts_of(report, footprint).items(), key=lambda part: -part[1])[:2]
+        largest = sorted(_parts(report, footprint).items(), key=lambda part: -part[1])[:2]
         words = " and ".join(f"{what} ({human(nbytes)})" for what, nbytes in largest)
         room = limit - total
         left = f"{human(room)} to spare" if room >= 0 else f"{human(-room)} too much"
         lines.append(f"{name}: {human(total)} of {human(limit)}, {left}; most of it is {words}")
         fits = fits or room >= 0
     return fits, "\n".join((f"fits: {'yes' if fits else 'no'}", *lines))
+
+
+def _parts(report: MemoryReport, footprint: Footprint) -> dict[str, int]:
+    return {
+        "parameters": report.parameter_bytes,
+        "optimizer state": report.optimizer.nbytes if report.optimizer else 0,
+        "activations kept for backward": footprint.kept,
+        "outputs": footprint.outputs,
+        "gradients and temporaries": footprint.temporaries,
+        "inputs and buffers": report.input_bytes + report.buffer_bytes,
+    }
 
 
 def _progress(quiet: bool) -> Callable[[str], None]:
