@@ -276,12 +276,16 @@ def _sentences(report: MemoryReport) -> list[str]:
     size = human(sum(p.nbytes for p in trained))
     lines.append(f"training: {size} of {human(report.parameter_bytes)} of parameters, {_count(len(trained), 'tensor')}")
     if report.optimizer and report.optimizer.rows:
-        adamw, low, high = _optimizer_totals(report)
-        lines.append(
-            f"optimizer state: AdamW {human(adamw)}, Adapprox {human(low)} at rank 1{_saved(low, adamw)}, "
-            f"{human(high)} at its largest ranks{_saved(high, adamw)}"
-        )
+        lines.append(f"optimizer state: {_optimizers(report)}")
     return lines
+
+
+def _optimizers(report: MemoryReport) -> str:
+    adamw, low, high = _optimizer_totals(report)
+    return (
+        f"AdamW {human(adamw)}, Adapprox {human(low)} at rank 1{_saved(low, adamw)}, "
+        f"{human(high)} at its largest ranks{_saved(high, adamw)}"
+    )
 
 
 def _optimizer_totals(report: MemoryReport) -> tuple[int, int, int]:
@@ -291,7 +295,11 @@ def _optimizer_totals(report: MemoryReport) -> tuple[int, int, int]:
 
 def _saved(nbytes: int, adamw: int) -> str:
     """How much less than AdamW's it is, in parentheses; nothing to say where AdamW keeps nothing."""
-    return f" ({100 * (1 - nbytes / adamw):.1f}% saved)" if adamw else ""
+    return f" ({_percent(nbytes, adamw)} saved)" if adamw else ""
+
+
+def _percent(nbytes: int, adamw: int) -> str:
+    return f"{100 * (1 - nbytes / adamw):.1f}%"
 
 
 def _peak_step(footprint: Footprint) -> Step | None:
@@ -610,7 +618,9 @@ def _page(report: MemoryReport) -> dict[str, Any]:
     drawn = [(name, footprint.timeline) for name, footprint in footprints if footprint.timeline]
     places = _sentences(report)[0] if drawn else ""
     step = _step(report)
-    total = max(sum(line[i] or 0 for line in step[:-1]) for i in (1, 2))
+    stacks = [("eager", [line.eager for line in step])]
+    stacks += [("fxmem", [line.fxmem for line in step])] if both else []
+    total = max(sum(n or 0 for n in parts) for _, (*parts, _) in stacks)
     # The optimizer's line is absent where nothing trains; the colours of the others stay theirs.
     swatches = [f"part{n}" for n in (1, 2, 3, *([4] if report.optimizer else []), 5, 6, 7)]
     return {
@@ -627,13 +637,10 @@ def _page(report: MemoryReport) -> dict[str, Any]:
             for line, swatch in zip(step, [*swatches, ""], strict=True)
         ],
         "stacks": [
-            {
-                "name": name,
-                "parts": [(swatch, _share(line[i], total)) for line, swatch in zip(step, swatches, strict=False) if line[i]],
-            }
-            for i, (name, _) in enumerate(footprints, 1)
+            {"name": name, "parts": [(swatch, _share(n, total)) for n, swatch in zip(parts, swatches, strict=True) if n]}
+            for name, (*parts, _) in stacks
         ],
-        "step_label": "; ".join(f"{name} {_known(step[-1][i])}" for i, (name, _) in enumerate(footprints, 1)),
+        "step_label": "; ".join(f"{name} {_known(sizes[-1])}" for name, sizes in stacks),
         "passes": _passes_table(report),
         "modules": modules,
         "modules_more": _more(len(more_modules), f"which keep {_sums(more_modules, both)}") if more_modules else "",
@@ -644,6 +651,7 @@ def _page(report: MemoryReport) -> dict[str, Any]:
         "freezing_more": f"and {len(more_freezing):,} more" if more_freezing else "",
         "nodes": nodes,
         "nodes_more": _left_out(len(report.rows) - len(nodes) - len(more_nodes), more_nodes, both),
+        "optimizer": f"{_optimizers(report)}.",
         "states": states,
         "states_more": f"and {len(more_states):,} more" if more_states else "",
     }
@@ -673,7 +681,7 @@ def _cards(report: MemoryReport) -> list[_Card]:
 
     cards = [
         card("Kept for backward", eager.kept, None if ours is None else ours.kept),
-        card("Peak of forward and backward", eager.peak, None if ours is None else ours.peak),
+        card("Peak of both passes", eager.peak, None if ours is None else ours.peak),
         card("Whole training step", report.total(eager), None if ours is None else report.total(ours)),
     ]
     trained = [p for p in report.parameters if p.requires_grad]
@@ -686,12 +694,12 @@ def _cards(report: MemoryReport) -> list[_Card]:
     )
     if report.optimizer and report.optimizer.rows:
         adamw, low, high = _optimizer_totals(report)
-        details = [
-            f"AdamW: {human(adamw)}",
-            f"Adapprox: {human(low)}{_saved(low, adamw)}",
-            f"to {human(high)}{_saved(high, adamw)}",
-        ]
-        cards.append(_Card(f"Optimizer state, {report.optimizer.name}", human(report.optimizer.nbytes), details))
+        name = report.optimizer.name
+        details = [f"with {name}", *([] if name == "AdamW" else [f"AdamW: {human(adamw)}"])]
+        if adamw:
+            saved = dict.fromkeys([_percent(high, adamw), _percent(low, adamw)])
+            details.append(f"Adapprox saves {' to '.join(saved)}")
+        cards.append(_Card("Optimizer state", human(report.optimizer.nbytes), details))
     return cards
 
 

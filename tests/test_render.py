@@ -6,7 +6,12 @@ import dataclasses
 import json
 import random
 import re
+import shutil
+import subprocess
 from collections.abc import Sequence
+from html import escape
+from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +31,7 @@ from fxmem.records import (
     ParameterStatus,
     Step,
 )
-from fxmem.render import By, as_diff, as_markdown, as_text, human
+from fxmem.render import By, as_diff, as_html, as_markdown, as_text, human
 
 WHY: dict[str, tuple[str, str | None]] = {
     "conv": ("dropped: {0}.weight is frozen, and nothing else needs the input", None),
@@ -304,3 +309,275 @@ def test_diff_of_other_models_goes_by_eager_where_fxmem_is_not_known() -> None:
     assert text.startswith("Two different models: VGG on 8x3x224x224 float32 requires grad, then ResNet on")
     assert "Nodes that changed, by what eager keeps" in text
     assert re.search(r"fxmem: kept for backward +not known +959\.7 MiB", text)
+
+
+# The page.
+
+HOSTILE = "<script>document.title='owned'</script>"
+VOID = {"meta", "link", "input", "wbr", "br"}
+
+
+class _Page(HTMLParser):
+    """Reads a page strictly: every tag must be closed, in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def _hostile() -> MemoryReport:
+    """A report in which every text that comes from a user is a script."""
+    row = dataclasses.replace(
+        REPORT.rows[0], node=HOSTILE, module=f"a.{HOSTILE}", op=HOSTILE, source=HOSTILE, reason=HOSTILE, remedy=HOSTILE
+    )
+    step = Step("forward", HOSTILE, HOSTILE, 5)
+    state = OptimizerState(HOSTILE, 2, (OptimizerRow(HOSTILE, 2, 1, 1, HOSTILE),))
+    return dataclasses.replace(
+        REPORT,
+        model=HOSTILE,
+        inputs=HOSTILE,
+        device=HOSTILE,
+        rows=(row, dataclasses.replace(row, module="")),
+        eager=dataclasses.replace(REPORT.eager, timeline=(step,)),
+        freezing=(FreezeRow(HOSTILE, 1, 1),),
+        optimizer=state,
+        notes=(HOSTILE,),
+    )
+
+
+@pytest.mark.parametrize("report", [REPORT, UNSEEN, EMPTY, _hostile()], ids=["full", "unseen", "empty", "hostile"])
+def test_page_is_whole_and_needs_nothing(report: MemoryReport) -> None:
+    text = as_html(report)
+    page = _Page(text)
+    assert not re.search(r"https?:|url\(|@import|<img|<iframe", text)
+    assert all("src" not in attributes for _, attributes in page.tags)
+    assert [a for tag, a in page.tags if tag == "link"] == [{"rel": "icon", "href": "data:,"}]
+    assert [tag for tag, _ in page.tags].count("script") == 1
+    assert ("meta", {"name": "color-scheme", "content": "light dark"}) in page.tags
+    assert ("html", {"lang": "en"}) in page.tags
+    assert report.LEFT_OUT in page.text
+    ids = [a["id"] for _, a in page.tags if "id" in a]
+    assert len(ids) == len(set(ids))
+    named = {name for _, a in page.tags for name in (a.get("aria-labelledby") or "").split()}
+    assert named <= set(ids)
+
+
+def test_page_shows_names_as_they_are() -> None:
+    text = as_html(_hostile())
+    assert "<script>document" not in text
+    assert _Page(text).text.count(HOSTILE.split(".")[0]) >= 12
+
+
+def test_page_says_it_all() -> None:
+    text = _Page(as_html(REPORT)).text
+    assert REPORT.optimizer
+    assert REPORT.fxmem
+    for piece in (
+        human(REPORT.eager.kept),
+        human(REPORT.fxmem.kept),
+        human(REPORT.total(REPORT.eager) or 0),
+        "Peak: eager in the backward of backbone.layer4.59.proj (linear), fxmem in the backward of mean.",
+        "Predicted and measured",
+        "Adapprox saves 25.0% to 47.0%",
+        "freezing backbone.layer2.16.proj.weight frees it",
+        "resnet.py:110",
+        "the forward sets cache",
+        "34 nodes that a rule speaks of keep nothing",
+    ):
+        assert piece in text, piece
+    unseen = _Page(as_html(UNSEEN)).text
+    assert "not known" in unseen
+    assert "fxmem" not in unseen.split("no autocast")[-1].split("use strict")[0].split("torch 2.14.1")[-1]
+
+
+def test_page_of_a_large_model_stays_small() -> None:
+    report = make_report(4000)
+    text = as_html(report)
+    assert text.count("<tr>") < 2000 + 3 * 200 + 60
+    assert len(text) < 2_500_000
+    kept = sum(1 for r in report.rows if r.eager)
+    assert f"and {kept - 2000:,} more lines, which keep" in text
+    # The picture has as many points as it has room for, not one for each of the 40,000 steps.
+    assert max(map(len, re.findall(r' d="([^"]*)"', text))) < 30_000
+
+
+def test_timeline_keeps_its_peaks() -> None:
+    steps = [Step("forward", "", "a", 10)] * 5000 + [Step("backward", "", "b", 1000)] + [Step("backward", "", "b", 10)] * 5000
+    chart = render._chart([("eager", tuple(steps)), ("fxmem", tuple(steps[:9000]))], 400, 200)
+    first, second = chart.curves
+    assert first.peak == second.peak == 1000
+    assert (first.x, first.y) == (chart.middle, chart.top)
+    assert f"V{chart.top}" in first.path
+    assert abs(first.label_y - second.label_y) >= 20
+    assert [t.label for t in chart.ticks] == ["0 B", "200 B", "400 B", "600 B", "800 B", "1000 B"]
+    lonely = render._chart([("eager", (Step("backward", "", "a", 0),))], 400, 200)
+    assert lonely.curves[0].start == lonely.middle
+    assert render._maxima([3, 1, 4, 1, 5, 9, 2, 6], 3) == [3, 5, 9]
+
+
+@given(st.integers(0, 1 << 52))
+def test_ticks_are_few_and_within(highest: int) -> None:
+    ticks = render._ticks(highest)
+    assert ticks[0][0] == 0
+    assert all(n <= highest * (1 + 1e-8) for n, _ in ticks)
+    assert len({text for _, text in ticks}) == len(ticks) <= 6
+    assert len(ticks) >= min(3, highest + 1)
+
+
+def _luminance(color: str) -> float:
+    if len(color) == 4:
+        color = "#" + "".join(2 * c for c in color[1:])
+    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_contrast(scheme: int) -> None:
+    block = re.findall(r":root \{(.*?)\}", as_html(EMPTY), flags=re.S)[scheme]
+    colors = dict(re.findall(r"--(\w+): (#\w+)", block))
+
+    def contrast(a: str, b: str) -> float:
+        low, high = sorted((_luminance(colors[a]), _luminance(colors[b])))
+        return (high + 0.05) / (low + 0.05)
+
+    for ink in ("text", "quiet", "eager", "fxmem"):
+        assert min(contrast(ink, paper) for paper in ("surface", "page", "hover")) >= 4.5, ink
+    for part in range(1, 8):
+        assert contrast(f"part{part}", "surface") >= 3, part
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on the path")
+
+
+def _browse(folder: Path, text: str) -> tuple[str, list[str], list[str]]:
+    """Opens a page from a file; the document after its scripts ran, the console's lines, and the addresses asked for."""
+    page, log = folder / "page.html", folder / "net.json"
+    page.write_text(text, encoding="utf-8")
+    assert BROWSER
+    done = subprocess.run(
+        [
+            BROWSER,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--no-first-run",
+            "--host-resolver-rules=MAP * ~NOTFOUND",
+            f"--user-data-dir={folder / 'profile'}",
+            f"--log-net-log={log}",
+            "--enable-logging=stderr",
+            "--v=0",
+            "--dump-dom",
+            page.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    events = json.loads(log.read_text())["events"]
+    starts = [e["params"] for e in events if {"url", "initiator"} <= e.get("params", {}).keys()]
+    # What the browser asks for on its own behalf (the time, dictionaries) has no page behind it.
+    addresses = [p["url"] for p in starts if p["initiator"] != "not an origin"]
+    return done.stdout, console, addresses
+
+
+def _with_script(text: str, script: str) -> str:
+    return text.replace("</body>", f"<script>{{{script}}}</script></body>")
+
+
+@needs_browser
+def test_browser_tells_errors_and_requests(tmp_path: Path) -> None:
+    bad = "<!DOCTYPE html><html><body><img src='http://example.invalid/x.png'><script>nowhere()</script></body></html>"
+    _, console, addresses = _browse(tmp_path, bad)
+    assert any("nowhere is not defined" in line for line in console)
+    assert "http://example.invalid/x.png" in addresses
+
+
+@needs_browser
+@pytest.mark.parametrize("report", [REPORT, _hostile()], ids=["full", "hostile"])
+def test_page_in_a_browser(report: MemoryReport, tmp_path: Path) -> None:
+    dom, console, addresses = _browse(tmp_path, as_html(report))
+    assert console == []
+    assert [a for a in addresses if not a.startswith(("file:", "data:"))] == []
+    assert "<title>owned</title>" not in dom
+    assert dom.count("<button") >= 20
+
+
+@needs_browser
+def test_sorting_and_filtering_in_a_browser(tmp_path: Path) -> None:
+    script = """
+    const table = document.getElementById("nodes"), said = [];
+    const column = (i) => Array.from(table.tBodies[0].rows, (row) => row.cells[i].dataset.v || row.cells[i].textContent);
+    const press = (i) => {
+      const head = table.tHead.rows[0].cells[i];
+      head.querySelector("button").click();
+      said.push([head.getAttribute("aria-sort"), table.querySelectorAll("th[aria-sort]").length, column(i)]);
+    };
+    press(5); press(5); press(0); press(0);
+    const input = document.getElementById("filter");
+    input.value = "LAYER3 gelu";
+    input.dispatchEvent(new Event("input"));
+    const shown = Array.from(table.tBodies[0].rows).filter((row) => !row.hidden);
+    said.push([document.getElementById("count").textContent, shown.length]);
+    const pre = document.createElement("pre");
+    pre.id = "said";
+    pre.textContent = JSON.stringify(said);
+    document.body.append(pre);
+    """
+    dom, console, _ = _browse(tmp_path, _with_script(as_html(REPORT), script))
+    assert console == []
+    found = re.search(r'<pre id="said">(.*?)</pre>', dom)
+    assert found
+    down, up, names, back, counted = json.loads(found[1])
+    sizes = [r.eager for r in REPORT.rows if r.eager]
+    assert down[:2] == ["descending", 1]
+    assert list(map(int, down[2])) == sorted(sizes, reverse=True)
+    assert up[:2] == ["ascending", 1]
+    assert list(map(int, up[2])) == sorted(sizes)
+    assert names[:2] == ["ascending", 1]
+    # Numbers in names count as numbers: layer1.2 comes before layer1.10.
+    assert names[2] == sorted(names[2], key=lambda n: [(p.isdigit(), int(p) if p.isdigit() else 0, p) for p in n.split(".")])
+    assert back[0] == "descending"
+    assert back[2] == names[2][::-1]
+    wanted = sum(1 for r in REPORT.rows if r.eager and "layer3" in r.module and r.op == "gelu")
+    assert counted == [f"{wanted} of {len(sizes)} rows", wanted]
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_page_does_not_scroll_sideways(width: int, tmp_path: Path) -> None:
+    frame = f'<iframe srcdoc="{escape(as_html(REPORT))}" style="border:0;width:{width}px;height:900px"></iframe>'
+    script = """onload = () => {
+      const root = document.querySelector("iframe").contentDocument.documentElement;
+      document.title = `${root.clientWidth} ${root.scrollWidth} ${getComputedStyle(root.querySelector("svg.narrow")).display}`;
+    };"""
+    dom, _, _ = _browse(tmp_path, f"<!DOCTYPE html><html><head></head><body>{frame}<script>{script}</script></body></html>")
+    found = re.search(r"<title>(\d+) (\d+) (\w+)</title>", dom)
+    assert found
+    assert int(found[2]) <= int(found[1]) <= width
+    assert found[3] == ("block" if width < 720 else "none")
