@@ -3,8 +3,8 @@
     python reports/adapprox/step_time.py [--steps 300] [--threads 1]
 
 The runs of train.py follow each other for hours, on a machine that may be busier in one than in the next. Here AdamW
-trains the GPT, and in every step all optimizers step on copies of it that stand still (lr 0) with its gradients, so that
-they find the same moments and ranks. Process CPU seconds; writes results/step_time.json.
+trains the GPT, and in every step all optimizers step on copies of it with its gradients, so that they find the moments and
+ranks of a real run. Process CPU seconds; writes results/step_time.json.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ def main() -> None:
     model = GPT(text.vocabulary)
     driver = OPTIMIZERS["AdamW"](model.parameters(), LR)
     copies = {name: GPT(text.vocabulary) for name in OPTIMIZERS}
-    # Adafactor and CAME take a learning rate of 0 too; the weights do not matter for the time.
-    timed = {name: make(copies[name].parameters(), 0.0) for name, make in OPTIMIZERS.items()}
+    timed = {name: make(copies[name].parameters(), LR) for name, make in OPTIMIZERS.items()}
     times: dict[str, list[float]] = {name: [] for name in OPTIMIZERS}
     generator = torch.Generator().manual_seed(1000)
     for step in range(args.steps):
