@@ -89,6 +89,20 @@ def downstream(runs: Runs, tried: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
+def speed() -> str:
+    lines = [
+        "| Adapprox | largest rank | step / AdamW's | with rank searches | temporaries, MiB: step, search | state / AdamW's |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, case in json.loads((RESULTS / "speed.json").read_text())["cases"].items():
+        temporaries = ", ".join(f"{n / 2**20:.1f}" for n in case["temporaries_bytes"].values())
+        lines.append(
+            f"| {name} | {case['rank_largest']} | {case['ratio_cpu']:.2f} | {case['ratio_cpu_with_searches']:.2f} "
+            f"| {temporaries} | {case['state_bytes_share_of_adamw']:.3f} |"
+        )
+    return "\n".join(lines)
+
+
 def at_step(rows: list[Row], policy: str, step: int) -> list[Row]:
     return [r for r in rows if r["policy"] == policy and r["step"] == step]
 
@@ -100,8 +114,8 @@ def geometric(values: list[float]) -> float:
 def ranks(rows: list[Row]) -> str:
     last = max(r["step"] for r in rows)
     lines = [
-        f"| policy | ranks at step {last} | error against the exact V | best error at that rank | bytes of V |",
-        "|---|---|---|---|---|",
+        f"| policy | ranks at step {last} | error against the exact V | best error at that rank | above the best, mean | bytes of V |",
+        "|---|---|---|---|---|---|",
     ]
     for policy in dict.fromkeys(r["policy"] for r in rows):
         found = at_step(rows, policy, last)
@@ -110,11 +124,12 @@ def ranks(rows: list[Row]) -> str:
             ", ".join(f"{r[key]:{form}}" for r in found)
             for key, form in (("rank", "d"), ("error", ".3f"), ("best_error_at_rank", ".3f"))
         ]
-        lines.append(f"| {policy} | {' | '.join(columns)} | {100 * share:.1f}% |")
+        above = geometric([r["error"] / r["best_error_at_rank"] for r in found]) - 1
+        lines.append(f"| {policy} | {' | '.join(columns)} | {100 * above:.0f}% | {100 * share:.1f}% |")
     found = at_step(rows, rows[0]["policy"], last)
     for key in sorted((k for k in found[0] if k.startswith("rank_needed_for_")), reverse=True):
         needed = ", ".join(str(r[key]) for r in found)
-        lines.append(f"| exact V, error {key.removeprefix('rank_needed_for_')} | {needed} | | | |")
+        lines.append(f"| exact V, error {key.removeprefix('rank_needed_for_')} | {needed} | | | | |")
     return "\n".join(lines)
 
 
@@ -198,6 +213,7 @@ def main() -> None:
         "training": training(runs, tried),
         "downstream": downstream(*best_runs("downstream.jsonl", lambda row: -row["validation_accuracy"])),
         "ranks": ranks(rows),
+        "speed": speed(),
     }
     for name, table in tables.items():
         before, begin, rest = text.partition(f"<!-- {name} -->\n")
