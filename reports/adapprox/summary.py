@@ -114,7 +114,8 @@ def geometric(values: list[float]) -> float:
 def ranks(rows: list[Row]) -> str:
     last = max(r["step"] for r in rows)
     lines = [
-        f"| policy | ranks at step {last} | error against the exact V | best error at that rank | above the best, mean | bytes of V |",
+        f"| policy | ranks at step {last} | error against the exact V | best error at that rank | above the best, mean "
+        "| bytes of V |",
         "|---|---|---|---|---|---|",
     ]
     for policy in dict.fromkeys(r["policy"] for r in rows):
