@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import logging
 import os
 import re
 import sys
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             # Data goes to stdout and errors are one line; what libraries warn of as they load is neither.
             warnings.simplefilter("ignore")
+            logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
             return _report(options)
     except FxmemError as error:
         print(f"fxmem: error: {' '.join(str(error).split())}", file=sys.stderr)

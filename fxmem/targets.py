@@ -182,10 +182,7 @@ def _inputs(model: Any, config: Any, shapes: list[tuple[int, ...]]) -> dict[str,
     if name == "pixel_values":
         size = getattr(config, "image_size", 224)
         height, width = size if isinstance(size, list | tuple) else (size, size)
-        inputs = {name: torch.randn(shapes[0] if shapes else (8, getattr(config, "num_channels", 3), height, width))}
-        if type(model).__name__ in ("CLIPModel",):
-            inputs = {"input_ids": torch.zeros((inputs[name].shape[0], 16), dtype=torch.long), **inputs}
-        return inputs
+        return {name: torch.randn(shapes[0] if shapes else (8, getattr(config, "num_channels", 3), height, width))}
     if name == "input_features":
         frames = 2 * getattr(config, "max_source_positions", 1500)
         shape = shapes[0] if shapes else (1, getattr(config, "num_mel_bins", 80), frames)
@@ -194,6 +191,9 @@ def _inputs(model: Any, config: Any, shapes: list[tuple[int, ...]]) -> dict[str,
     shape = shapes[0] if shapes else (1, min(1024, getattr(config, "max_position_embeddings", 1024) or 1024))
     ids = torch.zeros(shape, dtype=torch.long)
     parameters = inspect.signature(model.forward).parameters
+    if "pixel_values" in parameters and (vision := getattr(config, "vision_config", None)) is not None:
+        images = torch.randn(shape[0], getattr(vision, "num_channels", 3), vision.image_size, vision.image_size)
+        return {name: ids[:, : min(shape[1], 64)], "pixel_values": images}
     per_token = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM"))
     if "labels" in parameters and per_token:
         return {name: ids, "labels": ids}

@@ -166,6 +166,29 @@ def test_data_dependent_op() -> None:
     assert report.fxmem.kept == report.measured[1].kept
 
 
+class _Numbers(nn.Module):
+    """Reads numbers in a way that no fake tensor has: fails on those, runs for real."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x).exp()
+        return y * len(y.detach().numpy().tolist())
+
+
+def test_where_fake_tensors_fail_a_real_run_is_observed() -> None:
+    x = torch.randn(4, 8)
+    with pytest.raises(fxmem.ArgumentError, match="observe a real run: measured=True, or --measure"):
+        fxmem.report(_Numbers(), x)
+    report = fxmem.report(_Numbers(), x, measured=True)
+    assert any("a real run was observed" in note for note in report.notes)
+    assert report.measured is not None
+    assert report.eager.kept == report.measured[0].kept
+    assert sum(r.eager for r in report.rows) == report.eager.kept
+
+
 def test_wide_frozen_middle() -> None:
     model, x = cases.wide_frozen_middle()
     report = fxmem.report(model, x)
