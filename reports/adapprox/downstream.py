@@ -29,7 +29,7 @@ from train import RESULTS as TRAINED
 
 RESULTS = Path(__file__).parent / "results" / "downstream.jsonl"
 STEPS, BATCH = 300, 4
-GRID = (1.25e-4, 2.5e-4, 5e-4)
+GRID = (1.25e-4, 2.5e-4, 5e-4, 1e-3, 2e-3)
 WINDOWS, PIECE = 2, 512
 # Shorter topics, in characters, have fewer than two pieces to test on.
 SHORTEST = 10_000
