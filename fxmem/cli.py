@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
 import logging
 import os
@@ -52,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader went away (head, less); the interpreter must not complain about it while it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        print("fxmem: interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -120,31 +124,9 @@ def _report(options: argparse.Namespace) -> int:
     limit = None if options.fits is None else _bytes(options.fits)
     old = None if options.diff is None else _old(options.diff)
     progress = _progress(options.quiet)
-    progress(f"building {options.target or 'a residual network'}")
-    target = load(options.target, [_shape(text) for text in options.input or ()], real=options.measure, lora=options.lora)
-    model, inputs = target.model, (target.args, target.kwargs or {})
-    if options.mode:
-        model.train(options.mode == "train")
-    for train, pattern in options.patterns:
-        _set_requires_grad(model, pattern, train)
-    device, dtype = options.device, _DTYPES.get(options.dtype)
-    if options.measure and (device or dtype):
-        model = _moved(model, device, dtype)
-        inputs = tree_map_only(Tensor, lambda t: t.to(device, dtype if t.is_floating_point() else None), inputs)
-        device = dtype = None
-    if options.input_grad:
-        inputs = tree_map_only(Tensor, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t, inputs)
-    report = fxmem.report(
-        model,
-        *inputs,
-        measured=options.measure,
-        device=device,
-        dtype=dtype,
-        autocast=_DTYPES.get(options.autocast),
-        optimizer=options.optimizer,
-        freezing=options.freezing,
-        progress=progress,
-    )
+    # What the user's code prints is no part of the report.
+    with contextlib.redirect_stdout(sys.stderr):
+        report = _built(options, progress)
     progress("")
     shown: dict[str, Any] = {"by": options.by, "top": options.top, "depth": options.depth}
     if old is not None:
@@ -160,6 +142,34 @@ def _report(options: argparse.Namespace) -> int:
     fits, verdict = _verdict(report, limit)
     print(verdict, file=sys.stdout if options.format == "table" else sys.stderr)
     return 0 if fits else 1
+
+
+def _built(options: argparse.Namespace, progress: Callable[[str], None]) -> MemoryReport:
+    progress(f"building {options.target or 'a residual network'}")
+    target = load(options.target, [_shape(text) for text in options.input or ()], real=options.measure, lora=options.lora)
+    model, inputs = target.model, (target.args, target.kwargs or {})
+    if options.mode:
+        model.train(options.mode == "train")
+    for train, pattern in options.patterns:
+        _set_requires_grad(model, pattern, train)
+    device, dtype = options.device, _DTYPES.get(options.dtype)
+    if options.measure and (device or dtype):
+        model = _moved(model, device, dtype)
+        inputs = tree_map_only(Tensor, lambda t: t.to(device, dtype if t.is_floating_point() else None), inputs)
+        device = dtype = None
+    if options.input_grad:
+        inputs = tree_map_only(Tensor, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t, inputs)
+    return fxmem.report(
+        model,
+        *inputs,
+        measured=options.measure,
+        device=device,
+        dtype=dtype,
+        autocast=_DTYPES.get(options.autocast),
+        optimizer=options.optimizer,
+        freezing=options.freezing,
+        progress=progress,
+    )
 
 
 def _verdict(report: MemoryReport, limit: int) -> tuple[bool, str]:

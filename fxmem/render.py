@@ -282,9 +282,14 @@ def _sentences(report: MemoryReport) -> list[str]:
 
 def _optimizers(report: MemoryReport) -> str:
     adamw, low, high = _optimizer_totals(report)
+    rows = report.optimizer.rows if report.optimizer else ()
+    known = [r.now for r in rows if r.now is not None]
+    now = f", {human(sum(known))} at this moment{_saved(sum(known), adamw)}" if known else ""
+    most = max((r.temporaries for r in rows), default=0)
+    while_running = f"; a step of Adapprox needs at most {human(most)} more while it runs" if most else ""
     return (
         f"AdamW {human(adamw)}, Adapprox {human(low)} at rank 1{_saved(low, adamw)}, "
-        f"{human(high)} at its largest ranks{_saved(high, adamw)}"
+        f"{human(high)} at its largest ranks{_saved(high, adamw)}{now}{while_running}"
     )
 
 

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from fxmem.capture import bind_example, check_model
 from fxmem.errors import ArgumentError, CaptureError, FxmemError
 from fxmem.measure import measure
+from fxmem.optim import Adapprox
 from fxmem.passes.base import module_path, op_name, source_of, tensors_of
 from fxmem.passes.fakes import Fakes
 from fxmem.passes.lifetimes import Call, Lifetimes, follow
@@ -356,9 +357,16 @@ def _optimizer(model: nn.Module, options: Options, notes: list[str]) -> Optimize
     named = [(n, _as(p, options.dtype)) for n, p in model.named_parameters() if p.requires_grad]
     if not named:
         return None
-    costs = account(named)
-    rows = tuple(OptimizerRow(r.name, r.adamw, r.rank_one, r.cap, r.reason) for r in costs.rows)
     chosen = options.optimizer
+    running = chosen if isinstance(chosen, Adapprox) else None
+    # Found again by identity, so in the dtype that it has.
+    costs = account(named if running is None else model, optimizer=running)
+    rows = tuple(
+        OptimizerRow(r.name, r.adamw, r.rank_one, r.cap, r.reason, r.now if running and running.state else None, r.temporaries)
+        for r in costs.rows
+    )
+    if running is not None and not running.state:
+        return OptimizerState("Adapprox", costs.cap, rows)
     if isinstance(chosen, str) and chosen.lower() == "adapprox":
         return OptimizerState("Adapprox", costs.cap, rows)
     name, nbytes = observed_state(chosen, [p for _, p in named])
