@@ -106,11 +106,18 @@ def report(
         ArgumentError: as ``optimize``, there are no example inputs, an option does not fit, or an op depends on the data.
     """
     args = (example_args,) if isinstance(example_args, Tensor) else tuple(example_args)
+    try:
+        place = None if device is None else torch.device(device)
+    except RuntimeError as error:
+        text = str(error).splitlines()[0]
+        raise ArgumentError(
+            f"it is no device: {text}.", where=f"device {device}", remedy="Pass cpu, cuda or the like."
+        ) from error
     return build_report(
         model,
         args,
         dict(example_kwargs or {}),
-        Options(measured, None if device is None else torch.device(device), dtype, autocast, optimizer, freezing),
+        Options(measured, place, dtype, autocast, optimizer, freezing),
         progress or (lambda line: None),
     )
 

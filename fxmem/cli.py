@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
+import logging
 import os
 import re
 import sys
@@ -19,9 +21,8 @@ from torch.utils._pytree import tree_map_only
 
 import fxmem
 from fxmem.errors import ArgumentError, FxmemError
-from fxmem.html import as_html
-from fxmem.records import MemoryReport
-from fxmem.render import as_diff, as_markdown, as_text, human, parts_of
+from fxmem.records import Footprint, MemoryReport
+from fxmem.render import as_diff, as_html, as_markdown, as_text, human
 from fxmem.targets import FORMS, load
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             # Data goes to stdout and errors are one line; what libraries warn of as they load is neither.
             warnings.simplefilter("ignore")
+            logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
             return _report(options)
     except FxmemError as error:
         print(f"fxmem: error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -51,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader went away (head, less); the interpreter must not complain about it while it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        print("fxmem: interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -119,31 +124,9 @@ def _report(options: argparse.Namespace) -> int:
     limit = None if options.fits is None else _bytes(options.fits)
     old = None if options.diff is None else _old(options.diff)
     progress = _progress(options.quiet)
-    progress(f"building {options.target or 'a residual network'}")
-    target = load(options.target, [_shape(text) for text in options.input or ()], real=options.measure, lora=options.lora)
-    model, inputs = target.model, (target.args, target.kwargs or {})
-    if options.mode:
-        model.train(options.mode == "train")
-    for train, pattern in options.patterns:
-        _set_requires_grad(model, pattern, train)
-    device, dtype = options.device, _DTYPES.get(options.dtype)
-    if options.measure and (device or dtype):
-        model = _moved(model, device, dtype)
-        inputs = tree_map_only(Tensor, lambda t: t.to(device, dtype if t.is_floating_point() else None), inputs)
-        device = dtype = None
-    if options.input_grad:
-        inputs = tree_map_only(Tensor, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t, inputs)
-    report = fxmem.report(
-        model,
-        *inputs,
-        measured=options.measure,
-        device=device,
-        dtype=dtype,
-        autocast=_DTYPES.get(options.autocast),
-        optimizer=options.optimizer,
-        freezing=options.freezing,
-        progress=progress,
-    )
+    # What the user's code prints is no part of the report.
+    with contextlib.redirect_stdout(sys.stderr):
+        report = _built(options, progress)
     progress("")
     shown: dict[str, Any] = {"by": options.by, "top": options.top, "depth": options.depth}
     if old is not None:
@@ -161,6 +144,34 @@ def _report(options: argparse.Namespace) -> int:
     return 0 if fits else 1
 
 
+def _built(options: argparse.Namespace, progress: Callable[[str], None]) -> MemoryReport:
+    progress(f"building {options.target or 'a residual network'}")
+    target = load(options.target, [_shape(text) for text in options.input or ()], real=options.measure, lora=options.lora)
+    model, inputs = target.model, (target.args, target.kwargs or {})
+    if options.mode:
+        model.train(options.mode == "train")
+    for train, pattern in options.patterns:
+        _set_requires_grad(model, pattern, train)
+    device, dtype = options.device, _DTYPES.get(options.dtype)
+    if options.measure and (device or dtype):
+        model = _moved(model, device, dtype)
+        inputs = tree_map_only(Tensor, lambda t: t.to(device, dtype if t.is_floating_point() else None), inputs)
+        device = dtype = None
+    if options.input_grad:
+        inputs = tree_map_only(Tensor, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t, inputs)
+    return fxmem.report(
+        model,
+        *inputs,
+        measured=options.measure,
+        device=device,
+        dtype=dtype,
+        autocast=_DTYPES.get(options.autocast),
+        optimizer=options.optimizer,
+        freezing=options.freezing,
+        progress=progress,
+    )
+
+
 def _verdict(report: MemoryReport, limit: int) -> tuple[bool, str]:
     """Whether a training step fits, and the sentences that say so."""
     lines = []
@@ -172,13 +183,24 @@ def _verdict(report: MemoryReport, limit: int) -> tuple[bool, str]:
         if total is None:
             lines.append(f"{name}: the peak is not known; {'; '.join(report.notes)}")
             continue
-        largest = sorted(parts_of(report, footprint).items(), key=lambda part: -part[1])[:2]
+        largest = sorted(_parts(report, footprint).items(), key=lambda part: -part[1])[:2]
         words = " and ".join(f"{what} ({human(nbytes)})" for what, nbytes in largest)
         room = limit - total
         left = f"{human(room)} to spare" if room >= 0 else f"{human(-room)} too much"
         lines.append(f"{name}: {human(total)} of {human(limit)}, {left}; most of it is {words}")
         fits = fits or room >= 0
     return fits, "\n".join((f"fits: {'yes' if fits else 'no'}", *lines))
+
+
+def _parts(report: MemoryReport, footprint: Footprint) -> dict[str, int]:
+    return {
+        "parameters": report.parameter_bytes,
+        "optimizer state": report.optimizer.nbytes if report.optimizer else 0,
+        "activations kept for backward": footprint.kept,
+        "outputs": footprint.outputs,
+        "gradients and temporaries": footprint.temporaries,
+        "inputs and buffers": report.input_bytes + report.buffer_bytes,
+    }
 
 
 def _progress(quiet: bool) -> Callable[[str], None]:

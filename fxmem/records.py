@@ -204,6 +204,8 @@ class OptimizerRow:
         rank_one: what Adapprox keeps at rank 1.
         cap: what Adapprox keeps at its largest rank.
         reason: why its second moment is factored or dense.
+        now: what the given optimizer, an Adapprox, keeps at this moment; None for others.
+        temporaries: what a step of Adapprox needs for it above its state, at most.
     """
 
     parameter: str
@@ -211,6 +213,8 @@ class OptimizerRow:
     rank_one: int
     cap: int
     reason: str
+    now: int | None = None
+    temporaries: int = 0
 
 
 @dataclass(frozen=True)
@@ -219,7 +223,8 @@ class OptimizerState:
 
     Args:
         name: of the optimizer that counts in the report's totals, such as ``AdamW``.
-        nbytes: its state after the first step; for Adapprox at the largest ranks.
+        nbytes: its state after the first step, or at this moment for one that has made steps; for the name Adapprox at the
+            largest ranks.
         rows: one for every parameter that trains.
     """
 

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from fxmem.capture import bind_example, check_model
 from fxmem.errors import ArgumentError, CaptureError, FxmemError
 from fxmem.measure import measure
+from fxmem.optim import Adapprox
 from fxmem.passes.base import module_path, op_name, source_of, tensors_of
 from fxmem.passes.fakes import Fakes
 from fxmem.passes.lifetimes import Call, Lifetimes, follow
@@ -90,16 +91,17 @@ def build_report(
         progress("following forward and backward of the model")
         try:
             before = _follow(subject, source)
+            after = None
+            if gm is not None:
+                progress("following forward and backward of the rewritten model")
+                after = _follow(subject, gm)
         except _Undecided as undecided:
             if not options.measured:
-                raise undecided.error from undecided
+                raise undecided.error from undecided.__cause__
             notes.append(undecided.note)
             subject = _Subject(source, args, kwargs, options, real=True)
-            before = _follow(subject, source)
-        after = None
-        if gm is not None:
-            progress("following forward and backward of the rewritten model")
-            after = _follow(subject, gm)
+            before, after = _follow(subject, source), None if gm is None else _follow(subject, gm)
+            seen = None
         rows = _graph_rows(gm, *seen) if gm is not None and seen is not None else _call_rows(before, after)
         for which, lifetimes, held in (
             ("eager", before, sum(r.eager for r in rows)),
@@ -139,36 +141,47 @@ def build_report(
 
 
 class _Undecided(Exception):
-    """A run on fake tensors met an op whose result depends on the data."""
+    """A run on fake tensors could not go on, where a real one may.
 
-    def __init__(self, name: str, where: str) -> None:
-        self.note = f"{where}: {name} depends on the data, so a real run was observed in place of one on fake tensors"
-        self.error = ArgumentError(
-            f"the result of {name} depends on the data, so fake tensors cannot go on from here.",
-            where=where,
-            remedy="Observe a real run instead: measured=True, or --measure.",
-        )
-        super().__init__(name)
+    Args:
+        note: what the report says if the real one does.
+        error: what the user is told otherwise.
+    """
+
+    def __init__(self, note: str, error: ArgumentError) -> None:
+        self.note, self.error = note, error
+        super().__init__(note)
 
 
 def _follow(subject: _Subject, model: nn.Module, *, backward: bool = True) -> Lifetimes:
     where: list[Call] = []
     try:
         return follow(model, subject.args, subject.kwargs, subject.fakes(), backward=backward, trail=where)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        last = where[-1] if where else None
-        place = f"{last.name} ({last.source})" if last and last.source else last.name if last else "model"
-        raise _Undecided(str(getattr(error, "func", error)), place) from error
     except FxmemError:
         raise
     except Exception as error:
         last = where[-1] if where else None
-        text = str(error).strip().splitlines()
-        raise ArgumentError(
-            f"the model does not run on these example inputs: {type(error).__name__}: {text[0] if text else ''}",
-            where=f"{last.name} ({last.source})" if last else "example_args",
-            remedy="Pass inputs that model(*example_args, **example_kwargs) accepts.",
-        ) from error
+        place = f"{last.name} ({last.source})" if last and last.source else last.name if last else "example_args"
+        if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+            name = getattr(error, "func", error)
+            told = ArgumentError(
+                f"the result of {name} depends on the data, so fake tensors cannot go on from here.",
+                where=place,
+                remedy="Observe a real run instead: measured=True, or --measure.",
+            )
+            reason = f"{name} depends on the data"
+        else:
+            text = str(error).strip().splitlines()
+            reason = f"{type(error).__name__}: {text[0] if text else ''}"
+            told = ArgumentError(
+                f"the model does not run on these example inputs: {reason}",
+                where=place,
+                remedy="Pass inputs that model(*example_args, **example_kwargs) accepts; if it does accept them and fake "
+                "tensors are the reason, observe a real run: measured=True, or --measure.",
+            )
+        if subject.real:
+            raise told from error
+        raise _Undecided(f"{place}: {reason}, so a real run was observed in place of one on fake tensors", told) from error
 
 
 def _captured(
@@ -183,7 +196,14 @@ def _captured(
         return None, None
     if isinstance(model, OptimizedModule):
         gm.copy_flags(model)
-    return gm, rewrite(gm, placeholders(gm, bound), subject.fakes)
+    try:
+        return gm, rewrite(gm, placeholders(gm, bound), subject.fakes)
+    except ArgumentError as error:
+        if not subject.options.measured:
+            raise
+        # If the model itself runs for real, fake tensors are at fault.
+        notes.append(f"not rewritten: {error}")
+        return None, None
 
 
 def _graph_rows(gm: OptimizedModule, stock: Observation, final: Observation) -> tuple[NodeRow, ...]:
@@ -337,9 +357,16 @@ def _optimizer(model: nn.Module, options: Options, notes: list[str]) -> Optimize
     named = [(n, _as(p, options.dtype)) for n, p in model.named_parameters() if p.requires_grad]
     if not named:
         return None
-    costs = account(named)
-    rows = tuple(OptimizerRow(r.name, r.adamw, r.rank_one, r.cap, r.reason) for r in costs.rows)
     chosen = options.optimizer
+    running = chosen if isinstance(chosen, Adapprox) else None
+    # Found again by identity, so in the dtype that it has.
+    costs = account(named if running is None else model, optimizer=running)
+    rows = tuple(
+        OptimizerRow(r.name, r.adamw, r.rank_one, r.cap, r.reason, r.now if running and running.state else None, r.temporaries)
+        for r in costs.rows
+    )
+    if running is not None and not running.state:
+        return OptimizerState("Adapprox", costs.cap, rows)
     if isinstance(chosen, str) and chosen.lower() == "adapprox":
         return OptimizerState("Adapprox", costs.cap, rows)
     name, nbytes = observed_state(chosen, [p for _, p in named])

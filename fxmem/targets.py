@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fxmem.builtin import frozen_network
-from fxmem.errors import ArgumentError
+from fxmem.errors import ArgumentError, FxmemError
 
 FORMS = (
     "torchvision:NAME, timm:NAME, transformers:path/to/config.json, transformers:CLASS:key=value,..., "
@@ -60,7 +60,7 @@ def load(target: str | None, shapes: list[tuple[int, ...]], *, real: bool, lora:
         found = Target(model, args)
     else:
         kind, _, rest = target.partition(":")
-        if not rest:
+        if not kind or not rest:
             raise ArgumentError(f"{target!r} names no model.", where="TARGET", remedy=f"Use {FORMS}.")
         named = {"torchvision": _torchvision, "timm": _timm, "transformers": _transformers}.get(kind)
         found = _built(named, rest, shapes, real) if named else _called(target)
@@ -123,7 +123,7 @@ def _package(name: str, where: str) -> ModuleType:
 
 def _named(names: list[str], name: str, where: str) -> None:
     if name not in names:
-        near = ", ".join(get_close_matches(name, names)) or "one of its documentation"
+        near = ", ".join(get_close_matches(name.lower(), names)) or "one of those in its documentation"
         raise ArgumentError(f"it has no model {name}.", where=where, remedy=f"Did you mean {near}?")
 
 
@@ -182,10 +182,7 @@ def _inputs(model: Any, config: Any, shapes: list[tuple[int, ...]]) -> dict[str,
     if name == "pixel_values":
         size = getattr(config, "image_size", 224)
         height, width = size if isinstance(size, list | tuple) else (size, size)
-        inputs = {name: torch.randn(shapes[0] if shapes else (8, getattr(config, "num_channels", 3), height, width))}
-        if type(model).__name__ in ("CLIPModel",):
-            inputs = {"input_ids": torch.zeros((inputs[name].shape[0], 16), dtype=torch.long), **inputs}
-        return inputs
+        return {name: torch.randn(shapes[0] if shapes else (8, getattr(config, "num_channels", 3), height, width))}
     if name == "input_features":
         frames = 2 * getattr(config, "max_source_positions", 1500)
         shape = shapes[0] if shapes else (1, getattr(config, "num_mel_bins", 80), frames)
@@ -194,6 +191,9 @@ def _inputs(model: Any, config: Any, shapes: list[tuple[int, ...]]) -> dict[str,
     shape = shapes[0] if shapes else (1, min(1024, getattr(config, "max_position_embeddings", 1024) or 1024))
     ids = torch.zeros(shape, dtype=torch.long)
     parameters = inspect.signature(model.forward).parameters
+    if "pixel_values" in parameters and (vision := getattr(config, "vision_config", None)) is not None:
+        images = torch.randn(shape[0], getattr(vision, "num_channels", 3), vision.image_size, vision.image_size)
+        return {name: ids[:, : min(shape[1], 64)], "pixel_values": images}
     per_token = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM"))
     if "labels" in parameters and per_token:
         return {name: ids, "labels": ids}
@@ -222,7 +222,16 @@ def _with_lora(model: nn.Module, text: str) -> nn.Module:
 
 def _called(target: str) -> Target:
     place, _, name = target.rpartition(":")
-    built = _callable(place, name)()
+    try:
+        built = _callable(place, name)()
+    except FxmemError:
+        raise
+    except Exception as error:
+        raise ArgumentError(
+            f"it raised {type(error).__name__}: {' '.join(str(error).split())}.",
+            where=target,
+            remedy="It is called without arguments, and returns a model, or a model and its inputs.",
+        ) from error
     if isinstance(built, tuple):
         model, *rest = built
         inputs = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], tuple | list) else tuple(rest)
@@ -251,9 +260,12 @@ def _callable(place: str, name: str) -> Callable[[], Any]:
             if "" not in sys.path:
                 sys.path.insert(0, "")
             module = importlib.import_module(place)
-    except (ImportError, OSError) as error:
+    except Exception as error:
+        text = " ".join(str(error).split())
         raise ArgumentError(
-            f"it cannot be imported: {error}.", where=place, remedy=f"Check the path and its imports. TARGET is {FORMS}."
+            f"it cannot be imported: {type(error).__name__}: {text}.",
+            where=place,
+            remedy=f"Check the path and its imports. TARGET is {FORMS}.",
         ) from error
     found: Callable[[], Any] | None = getattr(module, name, None)
     if not callable(found):

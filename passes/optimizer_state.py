@@ -146,8 +146,8 @@ def observed_state(optimizer: str | torch.optim.Optimizer, parameters: Sequence[
         if optimizer.state:
             return name, _bytes_of(optimizer)
     else:
-        classes = {n.lower(): n for n, c in vars(torch.optim).items() if isinstance(c, type)}
-        if optimizer.lower() not in classes or optimizer.lower() == "optimizer":
+        classes = {n.lower(): n for n, c in vars(torch.optim).items() if isinstance(c, type) and n != "Optimizer"}
+        if optimizer.lower() not in classes:
             near = get_close_matches(optimizer, [*classes.values(), "Adapprox"]) or ["AdamW", "Adapprox"]
             raise ArgumentError(
                 f"there is no optimizer {optimizer!r}.", where="optimizer", remedy=f"Near it: {', '.join(near)}."

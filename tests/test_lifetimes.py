@@ -213,3 +213,24 @@ def test_convolutions_channels_last_and_strided() -> None:
                 predicted, truth = follow(module, (x,), {}, Fakes((x,))).footprint, run(module, (x,)).measurement
                 assert predicted.kept == truth.kept
                 assert predicted.peak == pytest.approx(truth.peak, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnext50_32x4d", "vit_b_16"])
+@pytest.mark.parametrize("case", ["all", "input", "last quarter"])
+def test_the_peak_of_real_models(name: str, case: str) -> None:
+    """reports/report/run.py has all ResNets and ViTs; these show that its table still holds."""
+    torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed")
+    model = torchvision.models.get_model(name, weights=None).train(case != "input").requires_grad_(case == "all")
+    if case == "last quarter":
+        parameters = list(model.parameters())
+        for parameter in parameters[-(len(parameters) // 4) :]:
+            parameter.requires_grad_()
+    x = torch.randn(2, 3, 224, 224, requires_grad=case == "input")
+    report = fxmem.report(model, x, measured=True, freezing=0)
+    assert report.measured is not None
+    for footprint, truth in zip((report.eager, report.fxmem), report.measured, strict=True):
+        assert footprint is not None
+        assert truth is not None
+        assert (footprint.kept, footprint.outputs, footprint.gradients) == (truth.kept, truth.outputs, truth.gradients)
+        assert footprint.peak == pytest.approx(truth.peak, rel=0.02)

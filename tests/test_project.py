@@ -22,7 +22,6 @@ ORDER = {
     "optim": 1,
     "capture": 2,
     "render": 2,
-    "html": 3,
     "builtin": 2,
     "passes": 3,
     "measure": 4,

@@ -30,6 +30,7 @@ _KEPT_BYTES = 10 * 2**20
 _FACTOR_COPIES = 4
 # Squares of larger gradients overflow float32 once they are summed up in a factor.
 _SQUARE_LIMIT = 1e30
+_SMALLEST = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,9 @@ class _Update:
             else:
                 torch.bmm(self.q[:, i:j], self.u, out=out)
             out.clamp_(min=0).addcmul_(grad, grad).sqrt_()
-        return torch.div(grad, out.add_(self.hyper.eps / self.root), out=out)
+        # Even with ε = 0 a zero gradient where V is zero moves nothing: 0 / 0 would be NaN.
+        eps = max(self.hyper.eps, _SMALLEST)
+        return torch.div(grad, out.add_(eps / self.root), out=out)
 
     def _move(self, i: int, j: int, n: Tensor, step: list[float] | Tensor, dots: Tensor) -> None:
         hyper = self.hyper
@@ -416,7 +419,9 @@ class Adapprox(torch.optim.Optimizer):
         clip_threshold: largest root mean square of a parameter's normalized gradient; inf never clips.
         rank: "spectrum" (smallest rank that meets `xi`), "paper" (restarts from noise with growing rank), or the rank
             as an integer; 0 keeps second moments dense.
-        xi: relative Frobenius error of the factorization that the rank search aims at.
+        xi: relative Frobenius error that the rank search aims at, of what a step factorizes: the old factors, decayed,
+            plus the squared gradient. What earlier steps cut off is not in it; against the exact moving average of
+            squared gradients the error is larger.
         max_rank_fraction: largest rank as a fraction of min(rows, columns).
         interval: steps from one rank search to the next.
         power_iterations: passes of subspace iteration per step; None is 1, and 5 for `rank="paper"`.

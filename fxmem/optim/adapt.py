@@ -31,7 +31,8 @@ def adapt_optimizer(optimizer: torch.optim.Optimizer, **overrides: Any) -> Adapp
     The second moment, corrected for its bias, is factorized parameter by parameter. The first moment m of the gradient
     becomes Adapprox's first moment of the normalized gradient, m̂ / (sqrt(v̂) + ε): the direction that the next Adam step
     would have taken. `step` is carried over. Parameters that Adam has no state for (frozen ones) get none. The old
-    optimizer is left as it is; drop it to free its state. A learning-rate scheduler must be built anew on the result.
+    optimizer is left as it is; drop it to free its state. A learning-rate scheduler goes on driving the old one: build it
+    anew on the result, with `last_epoch=old.last_epoch - 1` to continue where it was (groups keep their `initial_lr`).
 
     Args:
         optimizer: a torch.optim.Adam or AdamW.

@@ -3,7 +3,8 @@
     python reports/adapprox/train.py [--only NAME ...] [--threads 1]
 
 Every run is appended to results/train.jsonl as it ends, and runs found there are not repeated, so the study can be
-stopped and continued. Seed 0 tries every learning rate of the grid, seeds 1 and 2 the best one.
+stopped and continued. Seed 0 tries every learning rate of the grid, the same for all, and goes on by factors of two where
+the best is at an end; seeds 1 and 2 take the best one.
 """
 
 from __future__ import annotations
@@ -49,14 +50,12 @@ OPTIMIZERS: dict[str, Make] = {
     "AdamW": lambda params, lr: torch.optim.AdamW(params, lr=lr, weight_decay=DECAY, foreach=True),
     "Adapprox": _adapprox(),
     "Adapprox beta1=0": _adapprox(betas=(0.0, 0.999)),
+    "Adapprox guidance": _adapprox(guidance=True),
     "Adafactor": lambda params, lr: torch.optim.Adafactor(params, lr=lr, weight_decay=DECAY),
     "CAME": _came,
-    "Adapprox guidance": _adapprox(guidance=True),
     "Adapprox paper": _adapprox(**PAPER),
     "Adapprox paper guidance": _adapprox(**PAPER, guidance=True),
     "Adapprox paper beta1=0": _adapprox(**PAPER, betas=(0.0, 0.999)),
-    "Adapprox xi=0.01": _adapprox(xi=0.01),
-    "Adapprox rank 1": _adapprox(rank=1),
 }
 
 
@@ -66,14 +65,14 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     )
 
 
-def schedule(step: int) -> float:
+def schedule(step: int, steps: int = STEPS) -> float:
     """Linear warm-up, then a cosine to a tenth."""
     if step < WARMUP:
         return (step + 1) / WARMUP
-    return 0.55 + 0.45 * math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP))
+    return 0.55 + 0.45 * math.cos(math.pi * (step - WARMUP) / (steps - WARMUP))
 
 
-def run(make: Make, lr: float, seed: int, text: Text, steps: int = STEPS) -> dict[str, Any]:
+def run(make: Make, lr: float, seed: int, text: Text, steps: int = STEPS) -> tuple[dict[str, Any], GPT]:
     torch.manual_seed(seed)
     model = GPT(text.vocabulary)
     optimizer = make(model.parameters(), lr)
@@ -86,7 +85,7 @@ def run(make: Make, lr: float, seed: int, text: Text, steps: int = STEPS) -> dic
     started = time.perf_counter()
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = lr * schedule(step)
+            group["lr"] = lr * schedule(step, steps)
         x, y = text.batch(text.train, BATCH, generator)
         loss = functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
         optimizer.zero_grad()
@@ -103,7 +102,7 @@ def run(make: Make, lr: float, seed: int, text: Text, steps: int = STEPS) -> dic
                 break
         if (step + 1) % 200 == 0:
             held_out.append((step + 1, round(held_out_loss(model, text), 5)))
-    return {
+    row = {
         "lr": lr,
         "seed": seed,
         "steps": steps,
@@ -115,13 +114,17 @@ def run(make: Make, lr: float, seed: int, text: Text, steps: int = STEPS) -> dic
         "optimizer_step_cpu_seconds_mean": round(statistics.mean(times), 5),
         "wall_seconds": round(time.perf_counter() - started, 1),
     }
+    return row, model
 
 
-def finished() -> dict[tuple[str, float, int], dict[str, Any]]:
-    if not RESULTS.exists():
-        return {}
-    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    return {(row["optimizer"], row["lr"], row["seed"]): row for row in rows}
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    stamp = {"device": "cpu", "torch": torch.__version__, "date": datetime.date.today().isoformat()}
+    with path.open("a") as file:
+        file.write(json.dumps(row | stamp) + "\n")
 
 
 def final(row: dict[str, Any]) -> float:
@@ -129,8 +132,23 @@ def final(row: dict[str, Any]) -> float:
     return losses[-1][1] if losses and losses[-1][0] == row["steps"] else math.inf
 
 
-def best_lr(name: str, done: dict[tuple[str, float, int], dict[str, Any]]) -> float:
-    return min(GRID, key=lambda lr: final(done[name, lr, 0]) if (name, lr, 0) in done else math.inf)
+def next_run(done: dict[tuple[float, int], float], grid: Iterable[float]) -> tuple[float, int] | None:
+    """The learning rate and seed to run next, or None when all is done; `done` has what to minimize by both."""
+    for lr in grid:
+        if (lr, 0) not in done:
+            return lr, 0
+    tried = sorted(lr for lr, seed in done if seed == 0)
+    best = min(tried, key=lambda lr: done[lr, 0])
+    if best == tried[0]:
+        return best / 2, 0
+    if best == tried[-1]:
+        return best * 2, 0
+    return next(((best, seed) for seed in SEEDS if (best, seed) not in done), None)
+
+
+def following(name: str) -> tuple[float, int] | None:
+    rows = [row for row in read(RESULTS) if row["optimizer"] == name]
+    return next_run({(row["lr"], row["seed"]): final(row) for row in rows}, GRID)
 
 
 def main() -> None:
@@ -145,20 +163,10 @@ def main() -> None:
         if name == "CAME" and importlib.util.find_spec("came_pytorch") is None:
             print("CAME left out: pip install came-pytorch")
             continue
-        for seed in SEEDS:
-            for lr in GRID if seed == 0 else (best_lr(name, finished()),):
-                if (name, lr, seed) in finished():
-                    continue
-                row = {"optimizer": name, **run(OPTIMIZERS[name], lr, seed, text)}
-                row |= {
-                    "device": "cpu",
-                    "threads": args.threads,
-                    "torch": torch.__version__,
-                    "date": datetime.date.today().isoformat(),
-                }
-                with RESULTS.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-                print(name, lr, seed, final(row), row["wall_seconds"], flush=True)
+        while (due := following(name)) is not None:
+            row, _ = run(OPTIMIZERS[name], *due, text)
+            append(RESULTS, {"optimizer": name, **row, "threads": args.threads})
+            print(name, *due, final(row), row["wall_seconds"], flush=True)
 
 
 if __name__ == "__main__":

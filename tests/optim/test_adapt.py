@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from fxmem.errors import OptimizerError
 from fxmem.optim import Adapprox, adapt_optimizer
@@ -158,6 +159,31 @@ def test_every_shape_and_dtype_is_carried():
         assert bool(torch.isfinite(p).all())
     assert opt.state[params[-1]]["q"].dtype == torch.float32
     assert opt.state[params[-1]]["exp_avg"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda opt, last: CosineAnnealingLR(opt, 10, last_epoch=last),
+        lambda opt, last: LambdaLR(opt, lambda epoch: 1 / (1 + epoch), last_epoch=last),
+    ],
+    ids=["chained", "closed form"],
+)
+def test_a_scheduler_built_anew_goes_on_where_the_old_one_was(build):
+    def rates(adapt):
+        p = nn.Parameter(torch.ones(32, 24))
+        opt = torch.optim.AdamW([p], lr=0.1)
+        scheduler = build(opt, -1)
+        for i in range(10):
+            if adapt and i == 4:
+                opt = adapt_optimizer(opt)
+                scheduler = build(opt, scheduler.last_epoch - 1)
+            yield opt.param_groups[0]["lr"]
+            p.grad = torch.ones_like(p)
+            opt.step()
+            scheduler.step()
+
+    assert list(rates(True)) == pytest.approx(list(rates(False)))
 
 
 def test_refusals():

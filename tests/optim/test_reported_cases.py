@@ -77,12 +77,13 @@ def _hard(kind):
     }[kind]
 
 
+@pytest.mark.parametrize("eps", [1e-8, 0.0])
 @pytest.mark.parametrize("rank", ["spectrum", "paper", 4, 0])
 @pytest.mark.parametrize("kind", ["zero", "rank 1", "tiny", "huge", "largest", "one entry"])
-def test_finite_gradients_keep_finite_weights(kind, rank):
+def test_finite_gradients_keep_finite_weights(kind, rank, eps):
     """jiaweizzhao/GaLore#58: factorization fails when the loss reaches zero."""
     p = nn.Parameter(torch.ones(64, 48))
-    opt = Adapprox([p], lr=0.01, rank=rank)
+    opt = Adapprox([p], lr=0.01, rank=rank, eps=eps)
     normal = torch.randn(64, 48, generator=torch.Generator().manual_seed(1))
     for i in range(24):
         p.grad = (_hard(kind) if i % 12 < 6 else normal).clone()

@@ -172,7 +172,9 @@ def test_step_hooks_and_state_dict_hooks_run_in_order():
     assert seen == ["pre", "post", "save pre", "save post", "load pre", "load post"]
 
 
-@pytest.mark.parametrize("given", get_error_inputs_for_all_optims("cpu", torch.float32), ids=lambda given: given.optimizer_error_input.desc)
+@pytest.mark.parametrize(
+    "given", get_error_inputs_for_all_optims("cpu", torch.float32), ids=lambda given: given.optimizer_error_input.desc
+)
 def test_torchs_own_error_inputs(given):
     case = given.optimizer_error_input
     params = [nn.Parameter(torch.randn(1, 1))] if case.params is None else case.params
