@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -460,7 +461,20 @@ def _check_abs(site: Site) -> Verdict:
     return Verdict(True, _TWO, instead_of=None if site.inplace else "input", bits=2)
 
 
+_COPY = "its input; in place a copy of it"
 _BIT = "1 bit per element, or nothing where that is kept anyway"
+
+
+def _rule(
+    name: str,
+    modules: Mapping[type[nn.Module], type[nn.Module]],
+    functions: Mapping[Callable[..., object], Callable[..., object]],
+    methods: Mapping[str, Callable[..., object]] = MappingProxyType({}),
+) -> Rule:
+    eager = _COPY if modules.keys() & {nn.ReLU6, nn.Hardtanh, nn.Hardsigmoid, nn.Threshold} else "its input"
+    return Rule(name, eager, _BIT, _check, modules, functions, methods)
+
+
 RULES = (
     Rule(
         name="leaky_relu",
@@ -482,40 +496,37 @@ RULES = (
         modules={nn.RReLU: SelectiveRReLU},
         functions={F.rrelu: rrelu, torch.rrelu: rrelu, torch.rrelu_: rrelu_},
     ),
-    Rule(
-        name="relu6, hardtanh, hardsigmoid, threshold, hardshrink, softshrink",
-        eager="its input; in place a copy of it",
-        needed=_BIT,
-        check=_check,
-        modules={
-            nn.ReLU6: SelectiveReLU6,
-            nn.Hardtanh: SelectiveHardtanh,
-            nn.Hardsigmoid: SelectiveHardsigmoid,
-            nn.Threshold: SelectiveThreshold,
-            nn.Hardshrink: SelectiveHardshrink,
-            nn.Softshrink: SelectiveSoftshrink,
-        },
-        functions={
+    _rule(
+        "hardtanh",
+        {nn.ReLU6: SelectiveReLU6, nn.Hardtanh: SelectiveHardtanh},
+        {
             F.relu6: relu6,
             torch._C._nn.relu6: relu6,
             torch._C._nn.relu6_: relu6_,
             F.hardtanh: hardtanh,
             torch._C._nn.hardtanh: hardtanh,
             torch._C._nn.hardtanh_: hardtanh_,
+        },
+    ),
+    _rule(
+        "hardsigmoid",
+        {nn.Hardsigmoid: SelectiveHardsigmoid},
+        {
             F.hardsigmoid: hardsigmoid,
             torch._C._nn.hardsigmoid: hardsigmoid,
             torch._C._nn.hardsigmoid_: hardsigmoid_,
-            F.threshold: threshold,
-            torch.threshold: threshold,
-            torch.threshold_: threshold_,
-            torch.hardshrink: hardshrink,
-            torch._C._nn.softshrink: softshrink,
         },
-        methods={"hardshrink": hardshrink},
     ),
+    _rule(
+        "threshold",
+        {nn.Threshold: SelectiveThreshold},
+        {F.threshold: threshold, torch.threshold: threshold, torch.threshold_: threshold_},
+    ),
+    _rule("hardshrink", {nn.Hardshrink: SelectiveHardshrink}, {torch.hardshrink: hardshrink}, {"hardshrink": hardshrink}),
+    _rule("softshrink", {nn.Softshrink: SelectiveSoftshrink}, {torch._C._nn.softshrink: softshrink}),
     Rule(
         name="abs",
-        eager="its input; in place a copy of it",
+        eager=_COPY,
         needed="2 bits per element, or nothing where that is kept anyway",
         check=_check_abs,
         functions={torch.abs: abs, torch.absolute: abs, operator.abs: abs, torch.abs_: abs_},
