@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -77,8 +78,8 @@ def report(
     *,
     measured: bool = False,
     device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
-    autocast: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
+    autocast: torch.dtype | str | None = None,
     optimizer: str | torch.optim.Optimizer = "AdamW",
     freezing: int = 3,
     progress: Callable[[str], None] | None = None,
@@ -105,21 +106,42 @@ def report(
     Raises:
         ArgumentError: as ``optimize``, there are no example inputs, an option does not fit, or an op depends on the data.
     """
+    if example_args is None or isinstance(example_args, Mapping):
+        raise ArgumentError(
+            f"expected a tuple of positional inputs, got {type(example_args).__name__}.",
+            where="example_args",
+            remedy="Pass inputs by name as example_kwargs.",
+        )
     args = (example_args,) if isinstance(example_args, Tensor) else tuple(example_args)
+    options = Options(measured, _device(device), _dtype("dtype", dtype), _dtype("autocast", autocast), optimizer, freezing)
+    with _ONE_AT_A_TIME:
+        return build_report(model, args, dict(example_kwargs or {}), options, progress or (lambda line: None))
+
+
+# Observation hooks into torch for as long as it lasts, which no other thread's may see.
+_ONE_AT_A_TIME = threading.RLock()
+
+
+def _device(device: str | torch.device | None) -> torch.device | None:
     try:
         place = None if device is None else torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         text = str(error).splitlines()[0]
+        raise ArgumentError(f"it is no device: {text}.", where=f"device {device}", remedy="Pass cpu or cuda.") from error
+    if place is not None and place.type not in ("cpu", "cuda"):
         raise ArgumentError(
-            f"it is no device: {text}.", where=f"device {device}", remedy="Pass cpu, cuda or the like."
-        ) from error
-    return build_report(
-        model,
-        args,
-        dict(example_kwargs or {}),
-        Options(measured, place, dtype, autocast, optimizer, freezing),
-        progress or (lambda line: None),
-    )
+            "what is kept on this kind of device is not known.", where=f"device {device}", remedy="Pass cpu or cuda."
+        )
+    return place
+
+
+def _dtype(where: str, dtype: torch.dtype | str | None) -> torch.dtype | None:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if found is None and dtype is None:
+        return None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ArgumentError(f"{dtype!r} is no floating-point dtype.", where=where, remedy="Pass torch.bfloat16 or the like.")
+    return found
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

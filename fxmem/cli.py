@@ -53,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader went away (head, less); the interpreter must not complain about it while it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        print(f"fxmem: error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("fxmem: interrupted", file=sys.stderr)
         return 130
@@ -107,20 +110,20 @@ class _Pattern(argparse.Action):
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise ValueError(text)
-    return number
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 0")
+    return int(text)
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+    return int(text)
 
 
 def _report(options: argparse.Namespace) -> int:
+    if options.diff is not None and options.format != "table":
+        raise ArgumentError("a difference is printed as a table alone.", where="--diff", remedy="Leave --format out.")
     limit = None if options.fits is None else _bytes(options.fits)
     old = None if options.diff is None else _old(options.diff)
     progress = _progress(options.quiet)

@@ -65,7 +65,14 @@ class OptimizedModule(fx.GraphModule):
         capture = trace(source, given)
         root = share(source)
         _add_constants(root, capture)
-        super().__init__(root, capture.graph, type(source).__name__)
+        try:
+            super().__init__(root, capture.graph, type(source).__name__)
+        except SyntaxError as error:
+            raise CaptureError(
+                f"the graph's code is no Python: {error}.",
+                where=type(source).__name__,
+                remedy="Rename submodules and parameters that have line breaks in their names.",
+            ) from error
         self._adopt(vars(root))
         self.__dict__.update(
             _source=source,

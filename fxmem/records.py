@@ -368,7 +368,7 @@ def from_json(text: str) -> MemoryReport:
     """
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ArgumentError(f"it is no JSON: {error}.", where="report", remedy="Pass what --format json wrote.") from error
     schema = data.pop("schema", None) if isinstance(data, dict) else None
     if schema != SCHEMA:

@@ -76,6 +76,12 @@ def build_report(
 ) -> MemoryReport:
     """See ``fxmem.report``."""
     check_model(model)
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise ArgumentError(
+            "a compiled module runs what its compiler makes of it, which is not known ahead.",
+            where="model",
+            remedy="Report on the module that was compiled (model._orig_mod), or measure it: fxmem.measure(model, ...).",
+        )
     if not args and not kwargs:
         raise ArgumentError("a report needs example inputs.", where="example_args", remedy="Pass the model's inputs.")
     source = model.source() if isinstance(model, OptimizedModule) else model
@@ -140,6 +146,9 @@ def build_report(
     )
 
 
+_REAL_RUN = "; if it does accept them and fake tensors are the reason, observe a real run: measured=True, or --measure."
+
+
 class _Undecided(Exception):
     """A run on fake tensors could not go on, where a real one may.
 
@@ -173,11 +182,12 @@ def _follow(subject: _Subject, model: nn.Module, *, backward: bool = True) -> Li
         else:
             text = str(error).strip().splitlines()
             reason = f"{type(error).__name__}: {text[0] if text else ''}"
+            reason += "" if reason.endswith((".", "!", "?", ":")) else "."
             told = ArgumentError(
                 f"the model does not run on these example inputs: {reason}",
                 where=place,
-                remedy="Pass inputs that model(*example_args, **example_kwargs) accepts; if it does accept them and fake "
-                "tensors are the reason, observe a real run: measured=True, or --measure.",
+                remedy="Pass inputs that model(*example_args, **example_kwargs) accepts"
+                + ("." if subject.options.measured else _REAL_RUN),
             )
         if subject.real:
             raise told from error

@@ -69,10 +69,21 @@ def load(target: str | None, shapes: list[tuple[int, ...]], *, real: bool, lora:
             warnings.simplefilter("ignore", FutureWarning)  # of one library about the other
             found.model = _with_lora(found.model, lora)
     if shapes and found.kwargs is None:
-        found.args = tuple(torch.randn(shape) for shape in shapes)
+        found.args = tuple(_input(shape, real) for shape in shapes)
     if not found.args and not found.kwargs:
         raise ArgumentError("the input's shape is not known.", where="--input", remedy="Give it, such as --input 8x3x224x224.")
     return found
+
+
+def _input(shape: tuple[int, ...], real: bool) -> Tensor:
+    try:
+        return torch.randn(shape, device="cpu" if real else "meta")
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(
+            f"a tensor of {'x'.join(map(str, shape))} cannot be made: {str(error).splitlines()[0]}.",
+            where="--input",
+            remedy="Give a smaller one.",
+        ) from error
 
 
 def pairs(text: str, where: str) -> dict[str, Any]:
@@ -172,6 +183,8 @@ def _transformers(name: str, shapes: list[tuple[int, ...]]) -> Target:
             raise ArgumentError(f"{configured.__name__} has no {key}.", where=where, remedy=f"Did you mean {', '.join(alike)}?")
     config = configured.from_dict(options)
     config.use_cache = False  # a cache is of no use in training, and would be kept
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # labels are shifted by it
     model = cls(config)
     return Target(model, (), _inputs(model, config, shapes))
 
@@ -223,7 +236,8 @@ def _with_lora(model: nn.Module, text: str) -> nn.Module:
 def _called(target: str) -> Target:
     place, _, name = target.rpartition(":")
     try:
-        built = _callable(place, name)()
+        found = _callable(place, name)
+        built = found if isinstance(found, nn.Module) else found()
     except FxmemError:
         raise
     except Exception as error:
@@ -267,8 +281,12 @@ def _callable(place: str, name: str) -> Callable[[], Any]:
             where=place,
             remedy=f"Check the path and its imports. TARGET is {FORMS}.",
         ) from error
-    found: Callable[[], Any] | None = getattr(module, name, None)
+    found: Any = getattr(module, name, None)
     if not callable(found):
-        near = ", ".join(get_close_matches(name, dir(module))) or "a callable that is there"
+        if found is not None:
+            what = f"{name} is of type {type(found).__name__} and cannot be called."
+            raise ArgumentError(what, where=place, remedy="Name a function that returns a model, or a model.")
+        near = ", ".join(get_close_matches(name, dir(module))) or "another one"
         raise ArgumentError(f"there is no callable {name}.", where=place, remedy=f"Did you mean {near}?")
-    return found
+    made: Callable[[], Any] = found
+    return made

@@ -141,6 +141,12 @@ def observed_state(optimizer: str | torch.optim.Optimizer, parameters: Sequence[
     Raises:
         ArgumentError: there is no such class, or it cannot be built or stepped without more arguments.
     """
+    if not isinstance(optimizer, str | torch.optim.Optimizer):
+        raise ArgumentError(
+            f"expected an optimizer or the name of one, got {optimizer!r}.",
+            where="optimizer",
+            remedy='Pass "AdamW" or the like.',
+        )
     if isinstance(optimizer, torch.optim.Optimizer):
         name = type(optimizer).__name__
         if optimizer.state:

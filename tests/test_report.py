@@ -370,6 +370,43 @@ def test_autocast(case: str) -> None:
         assert (footprint.kept, footprint.outputs, footprint.gradients) == (truth.kept, truth.outputs, truth.gradients)
 
 
+def test_arguments_of_the_wrong_kind() -> None:
+    model, x = _model(), torch.randn(2, 3, 10, 10)
+    for options, message in (
+        ({"device": "mps"}, "what is kept on this kind of device"),
+        ({"device": "foo"}, "it is no device"),
+        ({"dtype": "int8"}, "'int8' is no floating-point dtype"),
+        ({"autocast": True}, "True is no floating-point dtype"),
+        ({"optimizer": torch.optim.Adam}, "expected an optimizer or the name of one"),
+    ):
+        with pytest.raises(fxmem.ArgumentError, match=message):
+            fxmem.report(model, x, **options)  # type: ignore[arg-type]
+    with pytest.raises(fxmem.ArgumentError, match="Pass inputs by name as example_kwargs"):
+        fxmem.report(model, {"input": x})  # type: ignore[arg-type]
+    with pytest.raises(fxmem.ArgumentError, match="it is no JSON"):
+        fxmem.MemoryReport.from_json(None)  # type: ignore[arg-type]
+    with pytest.raises(fxmem.ArgumentError, match=r"model\._orig_mod"):
+        fxmem.report(torch.compile(model, backend="eager"), x)  # type: ignore[arg-type]
+    assert fxmem.report(model, x, dtype="bfloat16").eager == fxmem.report(model, x, dtype=torch.bfloat16).eager
+
+
+def test_reports_in_threads() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    model, x = _model(), torch.randn(2, 3, 10, 10, requires_grad=True)
+    expected = fxmem.report(model, x)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: fxmem.report(model, x), range(4))) == [expected] * 4
+
+
+def test_names_that_are_no_python() -> None:
+    model = nn.Sequential()
+    model.add_module("a\n", nn.Linear(3, 3))
+    with pytest.raises(fxmem.CaptureError, match="the graph's code is no Python"):
+        fxmem.optimize(model)
+    assert fxmem.report(model, torch.randn(2, 3)).fxmem is None
+
+
 def test_meta_and_dtype_and_device() -> None:
     model, x = _model(), torch.randn(2, 3, 10, 10, requires_grad=True)
     plain = fxmem.report(model, x)
@@ -407,7 +444,7 @@ def test_cli_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         "import torch\nfrom torch import nn\n"
         "def both(): return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten()), torch.randn(1, 3, 8, 8)\n"
         "def model(): return both()[0]\ndef number(): return 3\ndef wrong(): raise ValueError('no\\nway')\n"
-        "def given(size): return size\nprint('read')\n"
+        "def given(size): return size\nprint('read')\nnothing = 3\ninstance = model()\n"
     )
     options = ["--freeze", "*", "--input-grad", "--measure", "--by", "node", "--top", "2", "--quiet"]
     assert main(["report", f"{path}:both", *options]) == 0
@@ -416,12 +453,18 @@ def test_cli_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "measured" in captured.out
     assert main(["report", f"{path}:model", "--input", "2x3x8x8", "--freeze", "*", "--train", "0.bias", "--mode", "eval"]) == 0
     assert "training: 16 B of 448 B of parameters, 1 tensor" in capsys.readouterr().out
+    assert main(["report", f"{path}:instance", "--input", "999999x3x8x8", "--quiet"]) == 0
+    assert "GiB" in capsys.readouterr().out
     for arguments, message in {
         (f"{path}:model",): "--input: the input's shape is not known",
         (f"{path}:wrong",): "it raised ValueError: no way. It is called without arguments",
         (f"{path}:given",): "missing 1 required positional argument",
         (f"{path}:both", "--device", "nonsense"): "device nonsense: it is no device",
         (":both",): "names no model",
+        (f"{path}:both", "--device", "xpu"): "what is kept on this kind of device is not known",
+        (f"{path}:both", "--diff", str(path), "--format", "json"): "a difference is printed as a table alone",
+        (f"{path}:model", "--input", "9999999999999999999999x3"): "cannot be made",
+        (f"{path}:nothing",): "nothing is of type int and cannot be called",
         (f"{path}:number",): "it returned int, not a module",
         (f"{path}:modle",): "Did you mean model",
         (f"{path}:model", "--input", "2xx"): "'2xx' is no shape",

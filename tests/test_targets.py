@@ -21,7 +21,7 @@ SMALL = {
     "BertForMaskedLM": "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,intermediate_size=96,vocab_size=199",
     "LlamaForCausalLM": "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=96,"
     "vocab_size=199",
-    "T5ForConditionalGeneration": "d_model=64,num_layers=2,num_heads=4,d_kv=16,d_ff=96,vocab_size=199,decoder_start_token_id=0",
+    "T5ForConditionalGeneration": "d_model=64,num_layers=2,num_heads=4,d_kv=16,d_ff=96,vocab_size=199",
     "ViTForImageClassification": "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,intermediate_size=96,image_size=32,"
     "patch_size=8",
 }
