@@ -123,7 +123,12 @@ def build_report(
         real: tuple[Measurement, Measurement | None] | None = None
         if options.measured:
             progress("measuring")
-            real = (measure(source, args, kwargs), None if gm is None else measure(gm, args, kwargs))
+            try:
+                real = (measure(source, args, kwargs), None if gm is None else measure(gm, args, kwargs))
+            except RuntimeError as error:
+                raise ArgumentError(
+                    f"it does not run for real: {str(error).splitlines()[0]}.", where="measured", remedy="Leave measured out."
+                ) from error
         freezing = _freezing(subject, gm, seen, before, progress) if not subject.real else ()
     parameters = _parameters(source, gm, options.dtype)
     buffers = {id(b): b for b in source.buffers()}.values()
