@@ -5,23 +5,38 @@ applied wherever their rule says that something is won. One kind is different: a
 own *output* or its *input* wins only if nobody else keeps that. Two ways tell:
 
 - With an observation (a run on fake tensors in which the other rules are applied already) the keepers of every storage are
-  known. Each such op touches one storage, so storages are independent of one another, and for each there are two choices that
-  matter: all of its keepers take masks, which frees it, or none does. Taking the cheaper one per storage is the minimum.
+  known, and the plan is the minimum over all choices, by a minimum cut (``least``).
 - From structure alone, an output counts as free when every consumer is known not to keep its operand. An input counts as free
   when besides that the op that made it is known not to keep its result, and it is neither an input of the model nor a view of
   one. Masks that count on one another are taken together or not at all: whoever is refused keeps what torch keeps, which may
   refuse others, until nothing changes.
+
+Why the cut is the minimum. Let node ``n`` either stay stock and keep the set ``S(n)`` of storages, or take a mask of ``p(n)``
+bytes that nobody shares; let storage ``s`` weigh ``w(s)`` bytes, or nothing if it is alive anyway, because a node that has no
+choice keeps it or because it is a parameter, a buffer, an input or an output. A storage is kept iff one of its keepers stays
+stock, so a plan costs
+
+    sum of p(n) over n that take masks  +  sum of w(s) over s in the union of S(n) over n that stay stock.
+
+Draw an arc source -> n of capacity p(n), an arc n -> s without limit for every s in S(n), and an arc s -> sink of capacity w(s).
+A cut is a set of vertices with the source and without the sink; call a node stock if it is in the set. A cut of finite
+capacity cuts no unlimited arc, so it has every storage of every stock node in the set, and pays w(s) for it; it pays p(n) for
+every node that is not in the set; a storage in the set that no stock node keeps only makes it dearer. So the cheapest cut among
+those with given stock nodes costs what the plan does, every plan is such a cut, and the minimum cut is the minimum plan.
+Of several, the one with most stock nodes is taken: where nothing is won, nothing is rewritten.
 
 Requires the analysis' result; changes nothing.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import networkx as nx
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
@@ -29,7 +44,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fxmem.ops.common import Rule, Site, Verdict
 from fxmem.passes.base import FUNCTIONS, METHODS, MODULES, bound_arguments, module_of, module_path, source_of
-from fxmem.records import Decision, GradFlow, SavedTensors
+from fxmem.records import Decision, GradFlow, SavedTensor, SavedTensors
 
 
 @dataclass(frozen=True)
@@ -128,6 +143,32 @@ def _module_choice(gm: nn.Module, node: fx.Node, flow: GradFlow, names: dict[int
     return Choice(node, rule, ours, rule.check(Site(module, {}, needs, called, inplace)))
 
 
+def least(stock: Mapping[str, Iterable[int]], price: Mapping[str, int], weight: Mapping[int, int]) -> frozenset[str]:
+    """The nodes that take masks in a plan that keeps the fewest bytes; as few of them as such a plan can have.
+
+    Args:
+        stock: the storages that each node keeps if it takes no mask.
+        price: bytes of each node's mask.
+        weight: bytes of each storage that is not alive anyway.
+    """
+    paid = {node: [s for s in storages if weight.get(s, 0)] for node, storages in stock.items()}
+    if not any(paid.values()):
+        return frozenset()
+    flow: Any = nx.DiGraph()
+    source, sink = "source", "sink"
+    flow.add_nodes_from((source, sink))
+    for node, storages in paid.items():
+        if storages:
+            flow.add_edge(source, (node,), capacity=price[node])
+        for s in storages:
+            # An arc without capacity has no limit.
+            flow.add_edge((node,), s)
+            flow.add_edge(s, sink, capacity=weight[s])
+    # networkx puts on the sink's side just what can still reach it, so of all minimum cuts this is the one with most stock.
+    _, (_, cut) = nx.minimum_cut(flow, source, sink)
+    return frozenset(node for node, storages in paid.items() if storages and (node,) in cut)
+
+
 def decide_by_observation(found: list[Choice], saved: SavedTensors) -> list[Verdict]:
     """A final verdict for each choice, given what is kept when all but the masking ops are rewritten.
 
@@ -136,45 +177,38 @@ def decide_by_observation(found: list[Choice], saved: SavedTensors) -> list[Verd
         saved: the observation of the graph in which every choice that is not ``instead_of`` something is applied.
     """
     masks = {c.node.name: c.verdict.bits for c in found if c.verdict.apply and c.verdict.instead_of}
-    keepers: dict[int, list[str]] = {}
-    by_node: dict[str, list[Any]] = {}
+    kept: dict[str, list[SavedTensor]] = {name: [] for name in masks}
+    anyway: dict[int, SavedTensor] = {}
     for tensor in saved.tensors:
-        keepers.setdefault(tensor.storage, []).append(tensor.node)
-        by_node.setdefault(tensor.node, []).append(tensor)
-    verdicts = []
-    for choice in found:
-        verdict = choice.verdict
-        if choice.node.name in masks:
-            verdict = _mask_verdict(verdict, by_node.get(choice.node.name, []), keepers, by_node, masks)
-        verdicts.append(verdict)
-    return verdicts
+        if tensor.node in masks:
+            kept[tensor.node].append(tensor)
+        if tensor.node not in masks or tensor.kind != "activation":
+            anyway.setdefault(tensor.storage, tensor)
+    packed = least(
+        {name: {t.storage for t in tensors} for name, tensors in kept.items()},
+        {name: max((-(-math.prod(t.shape) // 8) for t in tensors), default=0) * masks[name] for name, tensors in kept.items()},
+        {t.storage: t.nbytes for tensors in kept.values() for t in tensors if t.storage not in anyway},
+    )
+    return [
+        _refusal(c.verdict, kept[c.node.name], anyway) if c.node.name in masks and c.node.name not in packed else c.verdict
+        for c in found
+    ]
 
 
-def _mask_verdict(
-    verdict: Verdict, kept: list[Any], keepers: dict[int, list[str]], by_node: dict[str, list[Any]], masks: dict[str, int]
-) -> Verdict:
+def _refusal(verdict: Verdict, kept: list[SavedTensor], anyway: Mapping[int, SavedTensor]) -> Verdict:
+    """Why the plan leaves a node stock that could take a mask."""
     if not kept:
         return Verdict(False, "nothing to save: torch keeps nothing here")
-    tensor, what = kept[0], verdict.instead_of
-    if tensor.kind == "output":
-        return Verdict(False, f"kept: its {what} is returned, so it is alive anyway")
-    if tensor.kind != "activation":
-        return Verdict(False, f"kept: its {what} shares memory with an {tensor.kind}, which is alive anyway")
-    others = [name for name in keepers[tensor.storage] if name not in masks]
-    if others:
-        return Verdict(False, f"kept: {by_node[others[0]][0].module or others[0]} keeps its {what} anyway")
-    sharing = dict.fromkeys(keepers[tensor.storage])
-    price = sum(-(-_numel(by_node[name][0].shape) // 8) * masks[name] for name in sharing)
-    if price >= tensor.nbytes:
+    what = verdict.instead_of
+    keepers = [anyway.get(t.storage) for t in kept]
+    if None in keepers:
         return Verdict(False, "kept: the masks of all that keep this memory would be larger than it")
-    return verdict
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n
+    keeper = next((k for k in keepers if k is not None and k.kind == "activation"), None)
+    if keeper is not None:
+        return Verdict(False, f"kept: {keeper.module or keeper.node} keeps its {what} anyway")
+    if kept[0].kind == "output":
+        return Verdict(False, f"kept: its {what} is returned, so it is alive anyway")
+    return Verdict(False, f"kept: its {what} shares memory with an {kept[0].kind}, which is alive anyway")
 
 
 def decide_by_structure(gm: nn.Module, found: list[Choice], flow: GradFlow) -> list[Verdict]:
