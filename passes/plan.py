@@ -18,7 +18,7 @@ stock, so a plan costs
 
     sum of p(n) over n that take masks  +  sum of w(s) over s in the union of S(n) over n that stay stock.
 
-Draw an arc source -> n of capacity p(n), an arc n -> s without limit for every s in S(n), and an arc s -> sink of capacity w(s).
+Draw an arc source -> n of capacity p(n), an arc n -> s without limit for every s in S(n), an arc s -> sink of capacity w(s).
 A cut is a set of vertices with the source and without the sink; call a node stock if it is in the set. A cut of finite
 capacity cuts no unlimited arc, so it has every storage of every stock node in the set, and pays w(s) for it; it pays p(n) for
 every node that is not in the set; a storage in the set that no stock node keeps only makes it dearer. So the cheapest cut among
