@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -61,8 +61,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as all others of the command are."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"fxmem: error: {message} ({self.prog} --help says what there is)\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fxmem", description=fxmem.__doc__)
+    parser = _Parser(prog="fxmem", description=fxmem.__doc__)
     parser.add_argument("--version", action="version", version=f"fxmem {fxmem.__version__} (torch {torch.__version__})")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     report = commands.add_parser(

@@ -487,6 +487,16 @@ def test_cli_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert captured.out == ""  # what the file prints is not data
 
 
+def test_a_wrong_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["report", "--dtype", "float3"], ["report", "--top", "0"], ["report", "--nope"], []):
+        with pytest.raises(SystemExit) as exit:
+            main(arguments)
+        lines = capsys.readouterr().err.splitlines()
+        assert exit.value.code == 2
+        assert len(lines) == 1
+        assert lines[0].startswith("fxmem: error: ")
+
+
 def test_cli_torchvision(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--freeze", "*", "--input-grad", "--mode", "eval", "--device", "cuda", "--autocast", "bfloat16"]
     assert main(["report", "torchvision:squeezenet1_1", *options]) == 0
