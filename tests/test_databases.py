@@ -1,9 +1,9 @@
 """Torch's own databases as the acceptance test: every sample of every op and module that a rule speaks of, against eager.
 
-The forms come from the table of rules, the samples from ``op_db`` and ``module_db``, so a new rule is covered by being there. A form
-without samples fails unless ``NO_SAMPLES`` says why. For every choice of operands that require grad: values, strides, gradients,
-buffers and the random number generator's state are eager's, no more is kept than by eager, and where the rule promises to step in
-(and the op does), what is kept beside the operands is exactly what ``PROMISED`` says.
+The forms come from the table of rules, the samples from ``op_db`` and ``module_db``, so a new rule is covered by being there. A
+form without samples fails unless ``NO_SAMPLES`` says why. For every choice of operands that require grad: values, strides,
+gradients, buffers and the random number generator's state are eager's, no more is kept than by eager, and where the rule
+promises to step in (and the op does), what is kept beside the operands is exactly what ``PROMISED`` says.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NO_SAMPLES = {
 # Forms that take the arguments of the samples under other names (None: not at all).
 RENAMED: dict[Callable[..., Any], dict[str, str | None]] = {
     torch.dropout: {"training": "train", "inplace": None},
-    **dict.fromkeys((torch.max_pool1d, torch.max_pool2d, torch.max_pool3d), {"return_indices": None}),
+    **{stock: {"return_indices": None} for stock in (torch.max_pool1d, torch.max_pool2d, torch.max_pool3d)},
 }
 # Bytes kept beside operands, parameters and buffers where a rule steps in; nothing for those that are not here.
 PROMISED: dict[str, Callable[[Tensor, Tensor], int]] = {
@@ -198,7 +198,7 @@ def verdict_of(form: Form, args: Any, kwargs: Any, mask: Sequence[bool]) -> bool
     flags = iter(mask)
     needs = {}
     for name, value in bound.items():
-        needs[name] = any([next(flags) for leaf in tree_flatten(value)[0] if _is_float(leaf)])
+        needs[name] = sum(next(flags) for leaf in tree_flatten(value)[0] if _is_float(leaf)) > 0
     inplace = bound.get("inplace") is True or form.inplace
     return form.rule.check(Site(None, bound, needs, inplace=inplace)).apply
 
@@ -281,7 +281,9 @@ def test_form_on_every_sample(form: Form) -> None:
     check_form(form, DTYPES[1:], 3 * FEW)
 
 
-def check_module(rule: Rule, stock: type[nn.Module], ours: type[nn.Module], dtypes: Sequence[torch.dtype], most: int | None) -> None:
+def check_module(
+    rule: Rule, stock: type[nn.Module], ours: type[nn.Module], dtypes: Sequence[torch.dtype], most: int | None
+) -> None:
     """The same for a module class."""
     infos = [info for info in module_db if info.module_cls is stock]
     assert infos or stock.__name__ in NO_SAMPLES, "the databases have no samples for it; NO_SAMPLES does not say why"
@@ -319,7 +321,8 @@ def _check_module_sample(rule: Rule, module: nn.Module, ours: type[nn.Module], c
             for parameter, flag in zip(run.parameters(), mask[len(operands) :], strict=True):
                 parameter.requires_grad_(flag)
             try:
-                outcomes.append(outcome(run, call.args, call.kwargs, mask[: len(operands)], [*run.parameters(), *run.buffers()]))
+                known = [*run.parameters(), *run.buffers()]
+                outcomes.append(outcome(run, call.args, call.kwargs, mask[: len(operands)], known))
             except (RuntimeError, TypeError, ValueError, NotImplementedError):
                 if kind is ours:
                     raise
