@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
 from fxmem.ops.common import NO_GRADIENT, Rule, Site, Verdict, engaged, intercepted, is_dense, is_leaf_memory
-from fxmem.ops.packing import hardtanh_backward, leaky_backward, pack_flat, pack_nonzero, threshold_backward, unpack
+from fxmem.ops.packing import flat, hardtanh_backward, leaky_backward, pack_flat, pack_nonzero, threshold_backward, unpack
 
 aten = torch.ops.aten
 
@@ -77,7 +77,7 @@ def _pack_piece_impl(input: Tensor, kind: str, bounds: list[float]) -> Tensor:
         # Hardsigmoid's slope is not 1, and a bit must be.
         return torch.ne(out, 0, out=out) if kind == "hardsigmoid" else out
 
-    return pack_flat(input.as_strided((input.numel(),), (1,)), bits)
+    return pack_flat(flat(input), kind, bounds, bits)
 
 
 def _pack_piece_fake(input: Tensor, kind: str, bounds: list[float]) -> Tensor:

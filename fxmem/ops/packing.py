@@ -5,13 +5,18 @@ The elements are taken in the order in which they lie in memory and cut into blo
 is a matrix-vector product with the powers of two, unpacking a broadcast bitwise and, and both run through the cache
 block by block: the temporaries stay below a megabyte whatever the size of the tensor.
 
+On other devices the whole tensor is one block, and where Triton is there its kernels do the work in one pass.
+
 The entry points are registered with ``torch.library``, so fake tensors, tracers and partitioners see one op each.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -136,7 +141,29 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def fused(device: torch.device) -> ModuleType | None:
+    """The Triton kernels, if they run on ``device``; torch's own ops lay out the bits in the same order."""
+    return _triton_kernels(device) if device.type == "cuda" else None
+
+
+@functools.cache
+def _triton_kernels(device: torch.device) -> ModuleType | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    # What can be missing is many things, a C compiler, a recent enough device, and shows when the first kernel runs.
+    try:
+        from fxmem.ops import triton_kernels
+
+        triton_kernels.pack(torch.ones(8, device=device), "nonzero")
+    except Exception as error:
+        warnings.warn(
+            f"Triton does not run on {device}, so torch's own kernels take the place of fxmem's: {error}", RuntimeWarning
+        )
+        return None
+    return triton_kernels
+
+
+def flat(tensor: Tensor) -> Tensor:
     """A dense tensor's elements in memory order, as a view."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
@@ -148,14 +175,14 @@ def _block(n: int, device: torch.device) -> int:
 
 
 def _pack_impl(input: Tensor) -> Tensor:
-    return pack_flat(_flat(input) if is_dense(input) else input.contiguous().view(-1))
+    return pack_flat(flat(input) if is_dense(input) else input.contiguous().view(-1))
 
 
 def _relu_pack_inplace_impl(input: Tensor) -> Tensor:
     if not is_dense(input):
         return _pack_impl(torch.relu_(input))
-    flat = _flat(input)
-    return pack_flat(flat, relu_of=flat)
+    elements = flat(input)
+    return pack_flat(elements, relu_of=elements)
 
 
 def _relu_pack_impl(input: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,7 +190,7 @@ def _relu_pack_impl(input: Tensor) -> tuple[Tensor, Tensor]:
         output = torch.relu(input)
         return output, _pack_impl(output)
     output = torch.empty_like(input)
-    return output, pack_flat(_flat(output), relu_of=_flat(input))
+    return output, pack_flat(flat(output), relu_of=flat(input))
 
 
 def _nonzero(block: Tensor, out: Tensor | None) -> Tensor:
@@ -171,34 +198,42 @@ def _nonzero(block: Tensor, out: Tensor | None) -> Tensor:
 
 
 def pack_flat(
-    flat: Tensor, bits: Callable[[Tensor, Tensor | None], Tensor] = _nonzero, relu_of: Tensor | None = None
+    elements: Tensor,
+    piece: str = "nonzero",
+    bounds: Sequence[float] = (),
+    bits: Callable[[Tensor, Tensor | None], Tensor] = _nonzero,
+    relu_of: Tensor | None = None,
 ) -> Tensor:
     """Packs a bit for every element of a dense tensor of one dimension.
 
     Args:
-        flat: the tensor.
-        bits: makes zeros and ones of a block of it, written to the second argument, of the block's dtype, unless that is None.
-        relu_of: ``flat`` is first made the ReLU of this, block by block while it is in the cache.
+        elements: the tensor.
+        piece: for which elements the bit is set, by its name in ``triton_kernels.pack``.
+        bounds: what that depends on.
+        bits: the same by torch's ops: makes zeros and ones of a block of it, written to the second argument, of the block's
+            dtype, unless that is None.
+        relu_of: ``elements`` is first made the ReLU of this, block by block while it is in the cache.
     """
-    n = flat.numel()
-    out = torch.empty(-(-n // 8), dtype=torch.uint8, device=flat.device)
+    n = elements.numel()
+    if kernels := fused(elements.device):
+        if relu_of is not None:
+            return kernels.pack(relu_of, "relu", output=elements)
+        return kernels.pack(elements, piece, bounds)
+    out = torch.empty(-(-n // 8), dtype=torch.uint8, device=elements.device)
     if n == 0:
         return out
-    if flat.device.type != "cpu":
+    if elements.device.type != "cpu":
         if relu_of is not None:
-            torch.clamp_min(relu_of, 0, out=flat)
-        mask = torch.zeros(8 * out.numel(), dtype=torch.uint8, device=flat.device)
-        mask[:n] = bits(flat, None)
-        shifts = torch.arange(8, dtype=torch.uint8, device=flat.device)
-        return torch.sum(mask.view(8, -1).bitwise_left_shift_(shifts[:, None]), 0, dtype=torch.uint8, out=out)
-    work = torch.float64 if flat.dtype is torch.float64 else torch.float32
+            torch.clamp_min(relu_of, 0, out=elements)
+        return pack_whole(bits(elements, None), out)
+    work = torch.float64 if elements.dtype is torch.float64 else torch.float32
     # Devices are named throughout: the default device may be another one.
-    powers = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0], dtype=work, device=flat.device)
-    mask = torch.empty(min(BLOCK, 8 * out.numel()), dtype=work, device=flat.device)
+    powers = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0], dtype=work, device=elements.device)
+    mask = torch.empty(min(BLOCK, 8 * out.numel()), dtype=work, device=elements.device)
     columns = mask.view(8, -1).t()
-    sums = torch.empty(columns.shape[0], dtype=work, device=flat.device)
-    sources = flat.split(BLOCK) if relu_of is None else relu_of.split(BLOCK)
-    for block, source, packed in zip(flat.split(BLOCK), sources, out.split(BLOCK // 8), strict=True):
+    sums = torch.empty(columns.shape[0], dtype=work, device=elements.device)
+    sources = elements.split(BLOCK) if relu_of is None else relu_of.split(BLOCK)
+    for block, source, packed in zip(elements.split(BLOCK), sources, out.split(BLOCK // 8), strict=True):
         if relu_of is not None:
             torch.clamp_min(source, 0, out=block)
         if block.numel() != mask.numel():
@@ -206,12 +241,20 @@ def pack_flat(
             columns, sums = mask.view(8, -1).t(), sums[: packed.numel()]
             mask[block.numel() :] = 0
         # Comparing into a buffer of the operand's own dtype is several times faster than into bool.
-        if flat.dtype is work and block.numel() == mask.numel():
+        if elements.dtype is work and block.numel() == mask.numel():
             bits(block, mask)
         else:
             mask[: block.numel()].copy_(bits(block, None))
         packed.copy_(torch.mv(columns, powers, out=sums))
     return out
+
+
+def pack_whole(bits: Tensor, out: Tensor) -> Tensor:
+    """Packs zeros and ones, a tensor of one dimension and any device, as one block into ``out``."""
+    mask = torch.zeros(8 * out.numel(), dtype=torch.uint8, device=out.device)
+    mask[: bits.numel()] = bits
+    shifts = torch.arange(8, dtype=torch.uint8, device=out.device)
+    return torch.sum(mask.view(8, -1).bitwise_left_shift_(shifts[:, None]), 0, dtype=torch.uint8, out=out)
 
 
 @functools.lru_cache
@@ -233,6 +276,9 @@ def _spread(packed: Tensor, out: Tensor) -> None:
 
 def _unpack_impl(packed: Tensor, size: list[int], stride: list[int], dtype: torch.dtype) -> Tensor:
     out = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
+    if kernels := fused(packed.device):
+        kernels.mask("unpack", packed, flat(out))
+        return out
     for bits, block in _paired(packed, out):
         _spread(bits, block)
         block.gt_(0)
@@ -244,6 +290,9 @@ def _threshold_backward_impl(grad: Tensor, packed: Tensor, stride: list[int]) ->
         mask = _unpack_impl(packed, list(grad.shape), stride, grad.dtype)
         return torch.ops.aten.threshold_backward(grad, mask, 0)
     out = torch.empty_like(grad)
+    if kernels := fused(grad.device):
+        kernels.mask("keep", packed, flat(out), flat(grad))
+        return out
     for bits, block, part in _paired(packed, out, grad):
         _spread(bits, block)
         torch.ops.aten.threshold_backward.grad_input(part, block, 0, grad_input=block)
@@ -262,6 +311,9 @@ def _leaky_backward_impl(grad: Tensor, packed: Tensor, stride: list[int], slope:
         mask = _unpack_impl(packed, list(grad.shape), stride, grad.dtype)
         return torch.ops.aten.leaky_relu_backward(grad, mask, slope, False)
     out = torch.empty_like(grad)
+    if kernels := fused(grad.device):
+        kernels.mask("leaky", packed, flat(out), flat(grad), slope)
+        return out
     for bits, block, part in _paired(packed, out, grad):
         _spread(bits, block)
         torch.ops.aten.leaky_relu_backward.grad_input(part, block, slope, False, grad_input=block)
@@ -270,18 +322,22 @@ def _leaky_backward_impl(grad: Tensor, packed: Tensor, stride: list[int], slope:
 
 def _scale_backward_impl(grad: Tensor, packed: Tensor, stride: list[int], scale: float) -> Tensor:
     if not is_dense(grad) or list(grad.stride()) != list(stride):
-        return grad * _unpack_impl(packed, list(grad.shape), stride, grad.dtype).mul_(scale)
+        return (grad * _unpack_impl(packed, list(grad.shape), stride, grad.dtype)).mul_(scale)
     out = torch.empty_like(grad)
+    if kernels := fused(grad.device):
+        kernels.mask("scale", packed, flat(out), flat(grad), scale)
+        return out
     for bits, block, part in _paired(packed, out, grad):
         _spread(bits, block)
-        block.gt_(0).mul_(scale).mul_(part)
+        # The scale last: what has more digits than the dtype is rounded once.
+        block.gt_(0).mul_(part).mul_(scale)
     return out
 
 
 def _paired(packed: Tensor, *dense: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Block by block, the packed bytes and the elements of dense tensors of one layout that belong to them."""
     block = _block(dense[0].numel(), packed.device)
-    return zip(packed.split(block // 8), *(_flat(t).split(block) for t in dense), strict=True)
+    return zip(packed.split(block // 8), *(flat(t).split(block) for t in dense), strict=True)
 
 
 def _pack_fake(input: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
 from fxmem.ops.common import NO_GRADIENT, Layout, Rule, Site, Verdict, engaged, intercepted, ntuple
+from fxmem.ops.packing import flat, fused
 
 aten = torch.ops.aten
 
@@ -26,7 +27,7 @@ _BLOCK = 1 << 17
 
 
 _library = torch.library.Library("fxmem", "FRAGMENT")
-_WINDOWS = "SymInt[] firsts, SymInt[] counts, SymInt[] steps, SymInt[] widths, SymInt[] sizes"
+_WINDOWS = ", ".join(f"SymInt[] {name}" for name in ("strides", "divisors", "paddings", "counts", "steps", "widths", "sizes"))
 _library.define(f"window_offsets(Tensor indices, {_WINDOWS}) -> Tensor")
 _library.define(f"window_indices(Tensor offsets, {_WINDOWS}) -> Tensor")
 
@@ -35,17 +36,22 @@ _library.define(f"window_indices(Tensor offsets, {_WINDOWS}) -> Tensor")
 class _Windows:
     """Where the windows of one max pooling lie in a plane.
 
-    An index into the plane is the origin of the window plus one of few distances; an offset numbers the distances.
+    An index into the plane is the origin of the window plus one of few distances; an offset numbers the distances. Along a
+    dimension, window ``i`` starts at ``i * stride // divisor - padding``, which is negative in the padding.
 
     Args:
-        firsts: the input index at which each window starts, of all spatial dimensions in turn; negative in the padding.
-        counts: per spatial dimension, the number of windows.
+        strides: per spatial dimension, see above; for adaptive pooling the input's size.
+        divisors: per dimension, see above; for adaptive pooling the output's size.
+        paddings: per dimension, see above.
+        counts: per dimension, the number of windows.
         steps: per dimension, the distance between a window's elements.
         widths: per dimension, the number of a window's elements.
         sizes: per dimension, the input's size.
     """
 
-    firsts: list[int]
+    strides: list[int]
+    divisors: list[int]
+    paddings: list[int]
     counts: list[int]
     steps: list[int]
     widths: list[int]
@@ -53,7 +59,7 @@ class _Windows:
 
     def arguments(self) -> tuple[list[int], ...]:
         """As the registered ops take it."""
-        return (self.firsts, self.counts, self.steps, self.widths, self.sizes)
+        return (self.strides, self.divisors, self.paddings, self.counts, self.steps, self.widths, self.sizes)
 
     @property
     def _planes(self) -> list[int]:
@@ -67,16 +73,28 @@ class _Windows:
     def origins(self, device: torch.device) -> Tensor:
         """The index of every window's origin, int64, in the shape of the output's spatial dimensions."""
         total = torch.zeros((), dtype=torch.int64, device=device)
-        firsts = iter(self.firsts)
         for dim, (count, plane) in enumerate(zip(self.counts, self._planes, strict=True)):
-            first = torch.tensor([f * plane for f in itertools.islice(firsts, count)], device=device, dtype=torch.int64)
+            first = torch.arange(count, device=device).mul_(self.strides[dim])
+            first = first.div_(self.divisors[dim], rounding_mode="floor").sub_(self.paddings[dim]).mul_(plane)
             total = total + first.view(-1, *[1] * (len(self.counts) - 1 - dim))
         return total
+
+
+def _inner(tensor: Tensor, dims: int) -> int | None:
+    """How many neighbours in memory have the same place in the plane: 1, or the channels if they come last; else None."""
+    if tensor.is_contiguous():
+        return 1
+    last = tensor.movedim(-dims - 1, -1)
+    return last.shape[-1] if last.is_contiguous() else None
 
 
 def _offsets_impl(indices: Tensor, *windows: list[int]) -> Tensor:
     where = _Windows(*windows)
     out = torch.empty_like(indices, dtype=torch.uint8)
+    kernels, inner = fused(indices.device), _inner(indices, len(where.counts))
+    if kernels and inner:
+        kernels.pool(indices, out, inner, windows, forward=True)
+        return out
     origins, distances = where.origins(indices.device), torch.tensor(where.distances(), device=indices.device)
     # Two places at the same distance have the same index: either number brings it back.
     number = torch.zeros(int(max(where.distances())) + 1, dtype=torch.uint8, device=indices.device)
@@ -85,23 +103,22 @@ def _offsets_impl(indices: Tensor, *windows: list[int]) -> Tensor:
     if indices.device.type == "cpu" and indices.numel() > _BLOCK:
         rows = max(1, _BLOCK * rows // indices.numel())
     for part, target in zip(indices.split(rows), out.split(rows), strict=True):
-        torch.index_select(number, 0, _flat(part.sub(origins)), out=_flat(target))
+        torch.index_select(number, 0, flat(part.sub(origins)), out=flat(target))
     return out
 
 
 def _indices_impl(offsets: Tensor, *windows: list[int]) -> Tensor:
     where = _Windows(*windows)
     out = torch.empty_like(offsets, dtype=torch.int64)
+    kernels, inner = fused(offsets.device), _inner(offsets, len(where.counts))
+    if kernels and inner:
+        kernels.pool(out, offsets, inner, windows, forward=False)
+        return out
     distances = torch.tensor(where.distances(), device=offsets.device)
-    flat, flat_out = _flat(offsets), _flat(out)
-    block = _BLOCK if offsets.device.type == "cpu" else max(flat.numel(), 1)
-    for part, target in zip(flat.split(block), flat_out.split(block), strict=True):
+    block = _BLOCK if offsets.device.type == "cpu" else max(offsets.numel(), 1)
+    for part, target in zip(flat(offsets).split(block), flat(out).split(block), strict=True):
         torch.index_select(distances, 0, part.to(torch.int32), out=target)
     return out.add_(where.origins(offsets.device))
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 for _device in ("CPU", "CUDA"):
@@ -209,9 +226,7 @@ def _make_max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..., Any]:
             return torch_op()
 
         def windows(output: Tensor) -> _Windows:
-            counts = list(output.shape[-dims:])
-            firsts = [o * s - p for n, s, p in zip(counts, strides, paddings, strict=True) for o in range(n)]
-            return _Windows(firsts, counts, dilations, kernel, list(sizes))
+            return _Windows(strides, [1] * dims, paddings, list(output.shape[-dims:]), dilations, kernel, list(sizes))
 
         options = (
             _pad(kernel, dims, 1),
@@ -241,7 +256,7 @@ def _make_adaptive_max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..
         widths = [max((b - a for a, b in zip(f, e, strict=True)), default=1) for f, e in zip(firsts, ends, strict=True)]
         if 0 in counts or math.prod(widths) > _MOST:
             return stock(input, output_size, return_indices)
-        windows = _Windows([f for dim in firsts for f in dim], counts, [1] * dims, widths, list(sizes))
+        windows = _Windows(list(sizes), counts, [0] * dims, counts, [1] * dims, widths, list(sizes))
         options = _pad(counts, dims, 1)
         return _lifted(lambda x: _MaxPool.apply(x, forward, backward, lambda _: windows, options), input, dims)
 
