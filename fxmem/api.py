@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from fxmem.capture import bind_example, check_model
-from fxmem.errors import ArgumentError
+from fxmem.errors import ArgumentError, CaptureError
 from fxmem.passes.optimizer_state import attach
 from fxmem.pipeline import OptimizedModule, placeholders, rewrite
 from fxmem.records import MemoryReport
+from fxmem.regions import optimize_regions, original
 from fxmem.reporting import Options, build_report
 
 _POLICIES = ("exact",)
-_CAPTURES = ("auto", "symbolic")
+_CAPTURES = ("auto", "symbolic", "regions")
 
 
 def optimize(
@@ -27,13 +28,20 @@ def optimize(
     *,
     policy: str = "exact",
     capture: str = "auto",
+    fullgraph: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
-) -> OptimizedModule:
+) -> OptimizedModule | nn.Module:
     """Rewrites a model so that its forward keeps only what backward needs; outputs and gradients stay those of eager.
 
     The result shares the model's parameters, buffers and hooks; its train/eval flags are its own. The model itself is left
     as it is. Freezing and unfreezing parameters afterwards gives eager's gradients; to save the most again, call ``optimize``
     again.
+
+    A model that ``torch.fx`` can trace becomes one graph, an ``OptimizedModule``. Any other is rewritten by regions: the result
+    is a copy of its modules, of the same classes, whose own Python code goes on running, so ``generate``, ``config`` and
+    ``isinstance`` work as before. In it the largest submodules that can be traced are planned as graphs, and layers outside
+    of them one by one. Its ``decisions``, ``grad_flow``, ``saved`` and ``notes`` say what each part got, and why no larger
+    one did.
 
     Args:
         model: the model, its parameters frozen or not as they will be in training; an optimized module is rewritten anew.
@@ -41,13 +49,15 @@ def optimize(
             tuple of one. With them the rewrite is planned in bytes, without them from the structure of the graph.
         example_kwargs: keyword inputs.
         policy: ``"exact"``: the outputs and gradients of eager.
-        capture: how to get the graph: ``"symbolic"`` or ``"auto"``.
+        capture: how to get the graph: ``"symbolic"`` traces the whole model, ``"regions"`` works region by region, ``"auto"``
+            does the second where the first cannot.
+        fullgraph: whether ``"auto"`` raises, naming the line, where it would fall back to regions.
         optimizer: an Adam or AdamW of the model's parameters, fresh or in the middle of a run; the result's ``optimizer`` is
             an Adapprox with its groups, hyperparameters and running state.
 
     Raises:
         ArgumentError: not a module, a ScriptModule, an unknown policy, or inputs that do not fit the model.
-        CaptureError: the forward does what a graph cannot express.
+        CaptureError: the forward does what a graph cannot express, and regions are ruled out.
         RewriteError: the rewritten graph failed its checks.
         OptimizerError: the optimizer cannot be turned into Adapprox, or is another model's.
 
@@ -58,17 +68,27 @@ def optimize(
     _check_choice("capture", capture, _CAPTURES)
     args = (example_args,) if isinstance(example_args, Tensor) else tuple(example_args)
     kwargs = dict(example_kwargs or {})
-    source = model
-    if isinstance(model, OptimizedModule):
-        source = model.source()
+    source = model.source() if isinstance(model, OptimizedModule) else original(model)
     bound = bind_example(source, args, kwargs) if args or kwargs else None
-    gm = OptimizedModule(source, bound)
-    if isinstance(model, OptimizedModule):
-        gm.copy_flags(model)
-    rewrite(gm, None if bound is None else placeholders(gm, bound))
+    result: nn.Module | None = None
+    why = None
+    if capture != "regions":
+        try:
+            gm = OptimizedModule(source, bound)
+        except CaptureError as error:
+            if capture == "symbolic" or fullgraph:
+                raise
+            why = error
+        else:
+            if isinstance(model, OptimizedModule):
+                gm.copy_flags(model)
+            rewrite(gm, None if bound is None else placeholders(gm, bound))
+            result = gm
+    if result is None:
+        result = optimize_regions(source, args, kwargs, why=why, flags=model).module
     if optimizer is not None:
-        gm.optimizer = attach(gm, optimizer)
-    return gm
+        vars(result)["optimizer"] = attach(result, optimizer)
+    return result
 
 
 def report(

@@ -7,14 +7,16 @@ import operator
 import os
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.immutable_collections import immutable_dict
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from fxmem.errors import ArgumentError, CaptureError
 
@@ -87,7 +89,8 @@ def bind_example(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     return dict(bound.arguments)
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anybody registered a hook on the call of ``module``."""
     return any(getattr(module, hooks, None) for hooks in _HOOKS)
 
 
@@ -118,6 +121,7 @@ class _Tracer(fx.Tracer):
 
     def __init__(self) -> None:
         super().__init__()
+        self.inlined: dict[str, nn.Module] = {}
         self.record_stack_traces = True
         self.opaque: dict[str, str] = {}
         self.grad_mode = torch.is_grad_enabled()
@@ -130,7 +134,7 @@ class _Tracer(fx.Tracer):
         if isinstance(m, _UNTRACEABLE):
             return True
         reason = None
-        if _has_hooks(m):
+        if has_hooks(m):
             reason = "not looked into: it has hooks, which must run on real tensors"
         elif "forward" in vars(m):
             reason = "not looked into: its forward was replaced on the instance"
@@ -138,10 +142,21 @@ class _Tracer(fx.Tracer):
             self.opaque[module_qualified_name] = reason
         return reason is not None
 
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        path = self.path_of_module(m)
+        if not self.is_leaf_module(m, path):
+            self.inlined[path] = m
+        return super().call_module(m, forward, args, kwargs)
+
     def create_arg(self, a: Any) -> Any:
         # Torch's own tracer turns every mapping into a plain dict.
-        if isinstance(a, OrderedDict):
+        if type(a) is OrderedDict:
             return self.create_proxy("call_function", OrderedDict, (list(a.items()),), {}).node
+        if isinstance(a, dict) and type(a) not in (dict, immutable_dict):
+            raise CaptureError(
+                f"the forward makes a {type(a).__name__}, which a graph would turn into a dict.",
+                remedy="Let the modules below it be optimized one by one (capture='regions').",
+            )
         return super().create_arg(a)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -198,10 +213,18 @@ def _source(stack_trace: str) -> str | None:
     return found
 
 
+def _paths_of(model: nn.Module) -> dict[int, str]:
+    paths = {id(module): path for path, module in model.named_modules(remove_duplicate=True)}
+    if isinstance(model, Holder):
+        del paths[id(model)]
+        paths[id(model.module)] = model.path
+    return paths
+
+
 @contextmanager
 def _recorded_modes(model: nn.Module) -> Iterator[dict[str, bool]]:
     """Records which modules' ``training`` flags are read, except by torch's own layers, which read it on every call."""
-    paths = {id(module): path for path, module in model.named_modules(remove_duplicate=True)}
+    paths = _paths_of(model)
     seen: dict[str, bool] = {}
 
     def read(self: nn.Module) -> bool:
@@ -218,6 +241,26 @@ def _recorded_modes(model: nn.Module) -> Iterator[dict[str, bool]]:
         yield seen
     finally:
         del nn.Module.training
+
+
+@contextmanager
+def _custom_functions_refused() -> Iterator[None]:
+    """While it lasts, tracing does not look into autograd functions of the user's, whose backward it would lose."""
+    stock = vars(torch.autograd.Function)["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(a, fx.Proxy) for a in tree_leaves((args, kwargs))):
+            raise CaptureError(
+                f"{cls.__name__} is an autograd function of its own, whose backward symbolic tracing would lose.",
+                remedy="Let the modules around it be optimized one by one (capture='regions').",
+            )
+        return stock.__func__(cls, *args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = stock
 
 
 def _specialized(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -249,13 +292,16 @@ def trace(model: nn.Module, given: Mapping[str, Any] | None = None) -> Capture:
             where=type(model).__name__,
             remedy="Remove the wrapper (accelerate's remove_hook_from_module, for one), optimize, and wrap the result.",
         )
-    tracer = _Tracer()
+    return _run(_Tracer(), model, _specialized(model, given) or None)
+
+
+def _run(tracer: _Tracer, model: nn.Module, concrete: dict[str, Any] | None) -> Capture:
     rng = torch.get_rng_state()
     before = set(vars(model))
     states = {path: _State.of(m) for path, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)}
     try:
-        with _recorded_modes(model) as modes:
-            graph = tracer.trace(model, concrete_args=_specialized(model, given) or None)
+        with _recorded_modes(model) as modes, _custom_functions_refused():
+            graph = tracer.trace(model, concrete_args=concrete)
     except CaptureError as error:
         raise CaptureError(error.reason, where=error.where or _blame(error, model), remedy=error.remedy) from error
     except Exception as error:
@@ -286,11 +332,267 @@ def trace(model: nn.Module, given: Mapping[str, Any] | None = None) -> Capture:
             where=type(model).__name__,
             remedy="Draw them from a tensor that depends on the input, such as torch.rand_like(x), or pass them in.",
         )
-    _name_placeholders(graph, model)
+    if concrete is not None or not isinstance(tracer, _RegionTracer):
+        _name_placeholders(graph, model)
     for node in graph.nodes:
         if node.op == "get_attr" and node.target in constants:
             node.target = f"{CONSTANTS}.{node.target}"
     return Capture(graph, dict(modes), tracer.opaque, constants, written)
+
+
+class _Tensor:
+    """Stands for a tensor among the leaves of a call."""
+
+    def __repr__(self) -> str:
+        return "a tensor"
+
+    def __reduce__(self) -> str:
+        return "TENSOR"
+
+
+TENSOR = _Tensor()
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What a forward takes.
+
+    Args:
+        positional: names of the parameters that can be passed by position.
+        required: names of those without a default, by position or by name.
+        defaults: the others' defaults.
+    """
+
+    positional: tuple[str, ...]
+    required: tuple[str, ...]
+    defaults: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, forward: Callable[..., Any]) -> Parameters:
+        """The parameters of a bound forward."""
+        named = [p for p in inspect.signature(forward).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        return cls(
+            tuple(p.name for p in named if p.kind is not p.KEYWORD_ONLY),
+            tuple(p.name for p in named if p.default is p.empty),
+            {p.name: p.default for p in named if p.default is not p.empty},
+        )
+
+    def canonical(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Any, ...]] | None:
+        """Every argument by its name, in one order, and those beyond the named ones; None where one is passed twice."""
+        given = dict(zip(self.positional, args, strict=False))
+        if given.keys() & kwargs.keys():
+            return None
+        named = {**self.defaults, **given, **kwargs}
+        ordered = {name: named.pop(name) for name in self.positional if name in named}
+        return {**ordered, **dict(sorted(named.items()))}, args[len(self.positional) :]
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How a module is called: the structure of the arguments, where the tensors are, and the other values.
+
+    However they are passed, and whether or not defaults are, calls with the same arguments are of the same form.
+
+    Args:
+        spec: structure of the arguments.
+        leaves: ``TENSOR``, or a value that the graph holds fixed.
+        parameters: what the forward takes.
+        positional: how many arguments to pass by position while tracing.
+        keywords: which ones to pass by name then.
+    """
+
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+    parameters: Parameters = field(compare=False)
+    positional: int = field(compare=False)
+    keywords: tuple[str, ...] = field(compare=False)
+
+    @classmethod
+    def of(
+        cls, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[CallForm, list[torch.Tensor]]:
+        """The form of one call, and its tensors in order."""
+        parameters = Parameters.of(forward)
+        leaves, spec = tree_flatten(parameters.canonical(args, kwargs))
+        fixed = tuple(TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return cls(spec, fixed, parameters, len(args), tuple(kwargs)), tensors
+
+    @classmethod
+    def default(cls, forward: Callable[..., Any]) -> CallForm:
+        """The form that a signature suggests: a tensor for every argument without a default, the others left out."""
+        parameters = Parameters.of(forward)
+        stand_in = torch.empty(0)
+        args = tuple(stand_in for name in parameters.positional if name in parameters.required)
+        by_name = {name: stand_in for name in parameters.required if name not in parameters.positional}
+        return cls.of(forward, args, by_name)[0]
+
+    @property
+    def foreign(self) -> Any:
+        """A value among the arguments that a graph cannot hold fixed, or None."""
+        return next((v for v in self.leaves if v is not TENSOR and not isinstance(v, _PLAIN)), None)
+
+    def call(self, forward: Callable[..., Any], tensors: Iterable[Any]) -> Any:
+        """Calls ``forward`` with these tensors in their places."""
+        given = iter(tensors)
+        named, rest = tree_unflatten([next(given) if leaf is TENSOR else leaf for leaf in self.leaves], self.spec)
+        args = [named[name] for name in self.parameters.positional[: self.positional]]
+        return forward(*args, *rest, **{name: named[name] for name in self.keywords})
+
+    def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
+        """The tensors of a call of this form, in order; None if it is of another one."""
+        leaves, spec = tree_flatten(self.parameters.canonical(args, kwargs))
+        if spec != self.spec:
+            return None
+        tensors = []
+        for leaf, expected in zip(leaves, self.leaves, strict=True):
+            if expected is TENSOR:
+                if not isinstance(leaf, torch.Tensor):
+                    return None
+                tensors.append(leaf)
+            elif type(leaf) is not type(expected) or leaf != expected:
+                return None
+        return tensors
+
+
+class _RegionTracer(_Tracer):
+    """Traces one submodule's forward for one form of call, with the paths that it has in the model."""
+
+    traced_func_name = "_fxmem_region"
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        return root_fn, [self.root, *(self.create_proxy("placeholder", name, (), {}) for name in self.names)]
+
+
+class Holder(nn.Module):
+    """Root of a tree in which a module has the path that it has in the model.
+
+    Args:
+        module: the module.
+        path: its path; if that is empty, the holder has its children and tensors.
+    """
+
+    def __init__(self, module: nn.Module, path: str) -> None:
+        super().__init__()
+        vars(self).update(module=module, path=path, call=module.forward)
+        if not path:
+            vars(self).update({name: vars(module)[name] for name in ("_modules", "_parameters", "_buffers")})
+            return
+        place: nn.Module = self
+        *above, last = path.split(".")
+        for name in above:
+            place._modules[name] = nn.Module()
+            place = place.get_submodule(name)
+        place._modules[last] = module
+
+    def at(self, path: str) -> nn.Module:
+        """The module at a path of the model."""
+        module: nn.Module = vars(self)["module"]
+        return module if path == vars(self)["path"] else self.get_submodule(path)
+
+    def _fxmem_region(self, *tensors: Any) -> Any:
+        return vars(self)["call"](*tensors)
+
+
+@dataclass(frozen=True)
+class RegionCapture:
+    """A captured submodule.
+
+    Args:
+        holder: root of the graph's paths, which are the model's.
+        capture: its graph, whose placeholders are the tensors of ``form`` in order.
+        form: the form of call that the graph holds for.
+        inlined: the modules in the graph that were looked into, by path, the submodule itself left out.
+        attributes: plain attributes that the traced code read, as (path, name, value).
+    """
+
+    holder: Holder
+    capture: Capture
+    form: CallForm
+    inlined: Mapping[str, nn.Module]
+    attributes: tuple[tuple[str, str, Any], ...]
+
+
+def trace_region(module: nn.Module, path: str, form: CallForm) -> RegionCapture:
+    """Captures one submodule by symbolic tracing.
+
+    Args:
+        module: the submodule.
+        path: its path in the model.
+        form: how it is called.
+
+    Raises:
+        CaptureError: the forward does what a graph cannot express, or what would be seen outside of it; says where.
+    """
+    kind = type(module).__name__
+    if "forward" in vars(module):
+        raise CaptureError("its forward was replaced on the instance, and tracing follows the class.", where=kind)
+    if (foreign := form.foreign) is not None:
+        raise CaptureError(f"it is called with an object of type {type(foreign).__name__}.", where=kind)
+    count = sum(leaf is TENSOR for leaf in form.leaves)
+    tracer = _RegionTracer([f"{path.replace('.', '_')}_input{i or ''}".lstrip("_") for i in range(count)])
+    holder = Holder(module, path)
+
+    vars(holder)["call"] = lambda *tensors: form.call(module.forward, tensors)
+    with _recorded_reads(holder) as reads:
+        capture = _run(tracer, holder, None)
+    if capture.written:
+        raise CaptureError(f"the forward sets {capture.written[0]} on every call, which others may read.", where=kind)
+    if capture.constants:
+        raise CaptureError("the forward makes tensors that do not depend on its input.", where=kind)
+    try:
+        compile(capture.graph.python_code("self").src, path, "exec")
+    except SyntaxError as error:
+        raise CaptureError(f"the graph's code is no Python: {error}.", where=kind) from error
+    attributes = tuple((place, name, value) for (place, name), value in reads.items())
+    return RegionCapture(holder, capture, form, tracer.inlined, attributes)
+
+
+_STANDARD = frozenset(vars(nn.Module()))
+
+
+@contextmanager
+def _recorded_reads(model: nn.Module) -> Iterator[dict[tuple[str, str], Any]]:
+    """Records the plain attributes that are read of the model's modules, by path and name, as they are then."""
+    paths = _paths_of(model)
+    seen: dict[tuple[str, str], Any] = {}
+
+    def read(self: nn.Module, name: str) -> Any:
+        value = object.__getattribute__(self, name)
+        if name not in _STANDARD and not name.startswith("__") and id(self) in paths:
+            own = object.__getattribute__(self, "__dict__")
+            if name in own:
+                seen.setdefault((paths[id(self)], name), snapshot(value))
+        return value
+
+    nn.Module.__getattribute__ = read  # type: ignore[method-assign,assignment]
+    try:
+        yield seen
+    finally:
+        del nn.Module.__getattribute__
+
+
+def snapshot(value: Any) -> Any:
+    """What to compare an attribute with later: a copy of a list, dict or set, anything else itself."""
+    return value.copy() if type(value) in (list, dict, set) else value
+
+
+def unchanged(old: Any, new: Any) -> bool:
+    """Whether an attribute is still what its snapshot says: plain values and what lists hold by value, objects by identity."""
+    if old is new:
+        return True
+    if type(old) is not type(new):
+        return False
+    if isinstance(old, list | tuple):
+        return len(old) == len(new) and all(map(unchanged, old, new))
+    if isinstance(old, dict):
+        return old.keys() == new.keys() and all(unchanged(v, new[k]) for k, v in old.items())
+    return isinstance(old, (*_PLAIN, set)) and bool(old == new)
 
 
 @dataclass(frozen=True)
@@ -373,7 +675,7 @@ def check_fixed(value: Any, expected: Any, name: str) -> None:
 
 def _first_line(error: Exception) -> str:
     text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0].rstrip('.')}" if text else type(error).__name__
+    return f"{type(error).__name__}: {text[0].partition('. ')[0].rstrip('.')}" if text else type(error).__name__
 
 
 def _blame(error: BaseException, model: nn.Module) -> str:

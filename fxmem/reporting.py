@@ -21,9 +21,12 @@ from fxmem.passes.fakes import Fakes
 from fxmem.passes.lifetimes import Call, Lifetimes, follow
 from fxmem.passes.optimizer_state import account, observed_state
 from fxmem.passes.saved_tensors import Observation
+from fxmem.passes.watch import Watched
 from fxmem.pipeline import OptimizedModule, placeholders, rewrite
 from fxmem.records import (
+    Decision,
     FreezeRow,
+    GradFlow,
     Measurement,
     MemoryReport,
     NodeRow,
@@ -32,6 +35,7 @@ from fxmem.records import (
     ParameterStatus,
     SavedTensors,
 )
+from fxmem.regions import optimize_regions, original
 from fxmem.render import human
 
 
@@ -84,7 +88,7 @@ def build_report(
         )
     if not args and not kwargs:
         raise ArgumentError("a report needs example inputs.", where="example_args", remedy="Pass the model's inputs.")
-    source = model.source() if isinstance(model, OptimizedModule) else model
+    source = model.source() if isinstance(model, OptimizedModule) else original(model)
     subject = _Subject(source, args, kwargs, options)
     _check_measurable(subject)
     device = options.device or next((t.device for t in (*source.parameters(), *subject.inputs())), torch.device("cpu"))
@@ -108,7 +112,10 @@ def build_report(
             subject = _Subject(source, args, kwargs, options, real=True)
             before, after = _follow(subject, source), None if gm is None else _follow(subject, gm)
             seen = None
-        rows = _graph_rows(gm, *seen) if gm is not None and seen is not None else _call_rows(before, after)
+        if isinstance(gm, OptimizedModule) and isinstance(seen, Graphs):
+            rows = _graph_rows(gm, seen)
+        else:
+            rows = _call_rows(before, after, gm)
         for which, lifetimes, held in (
             ("eager", before, sum(r.eager for r in rows)),
             ("fxmem", after, sum(r.fxmem or 0 for r in rows)),
@@ -146,7 +153,7 @@ def build_report(
         optimizer=_optimizer(source, options, notes),
         freezing=freezing,
         measured=real,
-        notes=tuple(notes) + (() if gm is None else gm.notes),
+        notes=tuple(notes) + (() if gm is None else vars(gm)["notes"]),
         torch=torch.__version__,
     )
 
@@ -199,20 +206,34 @@ def _follow(subject: _Subject, model: nn.Module, *, backward: bool = True) -> Li
         raise _Undecided(f"{place}: {reason}, so a real run was observed in place of one on fake tensors", told) from error
 
 
-def _captured(
-    subject: _Subject, model: nn.Module, notes: list[str]
-) -> tuple[OptimizedModule | None, tuple[Observation, Observation] | None]:
-    """The model captured and rewritten, with what was observed; nothing, and a note, where it cannot be captured."""
+@dataclass(frozen=True)
+class Graphs:
+    """What was observed of a graph before and after its rewrite."""
+
+    before: Observation
+    after: Observation
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What was observed of a model without a graph before and after its rewrite."""
+
+    before: Watched
+    after: Watched
+
+
+def _captured(subject: _Subject, model: nn.Module, notes: list[str]) -> tuple[nn.Module | None, Graphs | Runs | None]:
+    """The model rewritten, with what was observed; nothing, and a note, where it cannot be captured."""
+    bound = bind_example(subject.model, subject.args, subject.kwargs)
     try:
-        bound = bind_example(subject.model, subject.args, subject.kwargs)
         gm = OptimizedModule(subject.model, bound)
     except CaptureError as error:
-        notes.append(f"not captured, so there is nothing of fxmem to show: {error}")
-        return None, None
+        return _by_regions(subject, model, error, notes)
     if isinstance(model, OptimizedModule):
         gm.copy_flags(model)
     try:
-        return gm, rewrite(gm, placeholders(gm, bound), subject.fakes)
+        seen = rewrite(gm, placeholders(gm, bound), subject.fakes)
+        return gm, seen and Graphs(*seen)
     except ArgumentError as error:
         if not subject.options.measured:
             raise
@@ -221,7 +242,23 @@ def _captured(
         return None, None
 
 
-def _graph_rows(gm: OptimizedModule, stock: Observation, final: Observation) -> tuple[NodeRow, ...]:
+def _by_regions(
+    subject: _Subject, model: nn.Module, why: CaptureError, notes: list[str]
+) -> tuple[nn.Module | None, Runs | None]:
+    try:
+        found = optimize_regions(subject.model, subject.args, subject.kwargs, why=why, flags=model, fakes=subject.fakes)
+    except CaptureError as error:
+        notes.append(f"not captured, so there is nothing of fxmem to show: {error}")
+        return None, None
+    except ArgumentError as error:
+        # Whoever follows the model itself next says more, or finds that it runs for real.
+        notes.append(f"not rewritten: {error}")
+        return None, None
+    return found.module, found.seen and Runs(*found.seen)
+
+
+def _graph_rows(gm: OptimizedModule, seen: Graphs) -> tuple[NodeRow, ...]:
+    stock, final = seen.before, seen.after
     before, after = stock.saved.by_node(), final.saved.by_node()
     decisions = {d.node: d for d in gm.decisions}
     rows = []
@@ -250,27 +287,36 @@ def _graph_rows(gm: OptimizedModule, stock: Observation, final: Observation) -> 
     return tuple(rows)
 
 
-def _call_rows(before: Lifetimes, after: Lifetimes | None) -> tuple[NodeRow, ...]:
+def _call_rows(before: Lifetimes, after: Lifetimes | None, gm: nn.Module | None) -> tuple[NodeRow, ...]:
     """Rows of a model without a graph that both columns could share: by calls, as the runs showed them."""
+    made: tuple[Decision, ...] = () if gm is None else vars(gm)["decisions"]
+    layers = {d.module: d for d in made if gm is not None and not gm.get_submodule(d.module)._modules}
+    functions = {(d.module, d.source): d for d in made}
     old, new = before.saved.by_node(), after.saved.by_node() if after else {}
     calls = {c.name: c for c in (*(after.calls if after else ()), *before.calls)}
     order = [c.name for c in before.calls] + [c.name for c in (after.calls if after else ())]
-    return tuple(
-        NodeRow(
-            node=name,
-            module=calls[name].module,
-            op=calls[name].op,
-            source=calls[name].source,
-            shape=calls[name].shape,
-            dtype=calls[name].dtype,
-            eager=old.get(name, 0),
-            fxmem=new.get(name, 0) if after else None,
-            rewritten=False,
-            reason=_derivative(calls[name].op, calls[name].saves),
+    rows = []
+    for name in dict.fromkeys(order):
+        call = calls[name]
+        if not old.get(name) and not new.get(name):
+            continue
+        decision = functions.get((call.module, call.source)) or layers.get(call.module)
+        rows.append(
+            NodeRow(
+                node=name,
+                module=call.module,
+                op=call.op,
+                source=call.source,
+                shape=call.shape,
+                dtype=call.dtype,
+                eager=old.get(name, 0),
+                fxmem=new.get(name, 0) if after else None,
+                rewritten=bool(decision and decision.rewritten),
+                reason=decision.reason if decision else _derivative(call.op, call.saves),
+                remedy=decision.remedy if decision else None,
+            )
         )
-        for name in dict.fromkeys(order)
-        if old.get(name) or new.get(name)
-    )
+    return tuple(rows)
 
 
 _WORDS = {"input": "its input", "output": "its output", "own": "values that it makes for it"}
@@ -283,14 +329,14 @@ def _derivative(op: str, saves: tuple[str, ...]) -> str:
 
 def _freezing(
     subject: _Subject,
-    gm: OptimizedModule | None,
-    seen: tuple[Observation, Observation] | None,
+    gm: nn.Module | None,
+    seen: Graphs | Runs | None,
     before: Lifetimes,
     progress: Callable[[str], None],
 ) -> tuple[FreezeRow, ...]:
     """Freezes the most promising parameters, one by one and by families, and observes what is kept then."""
     trained = {name: p for name, p in subject.model.named_parameters() if p.requires_grad and p.is_leaf}
-    read = _kept_for(trained, gm, None if seen is None else seen[1].saved, before.saved)
+    read = _kept_for(trained, gm, None if seen is None else seen.after.saved, before.saved)
     scores = {name: sum(kept.values()) for name, kept in read.items() if kept}
     families: dict[str, list[str]] = {}
     for name in scores:
@@ -323,7 +369,8 @@ def _freezing(
             else:
                 _, after = _captured(subject, subject.model, [])
                 assert after is not None
-                row = FreezeRow(pattern, *(a.saved.kept - b.saved.kept for a, b in zip(seen, after, strict=True)))
+                pairs = ((seen.before, after.before), (seen.after, after.after))
+                row = FreezeRow(pattern, *(a.saved.kept - b.saved.kept for a, b in pairs))
         finally:
             for name in members:
                 trained[name].requires_grad_(True)
@@ -333,16 +380,17 @@ def _freezing(
 
 
 def _kept_for(
-    trained: Mapping[str, Tensor], gm: OptimizedModule | None, ours: SavedTensors | None, eager: SavedTensors
+    trained: Mapping[str, Tensor], gm: nn.Module | None, ours: SavedTensors | None, eager: SavedTensors
 ) -> dict[str, dict[int, int]]:
     """By parameter, the storages that the calls which read it keep, with their bytes."""
     places: dict[str, dict[int, int]] = {}
     for tensor in (ours or eager).tensors:
         if tensor.kind == "activation":
-            places.setdefault(tensor.module if ours is None else tensor.node, {})[tensor.storage] = tensor.nbytes
+            by_node = ours is not None and isinstance(gm, OptimizedModule)
+            places.setdefault(tensor.node if by_node else tensor.module, {})[tensor.storage] = tensor.nbytes
     read = {}
     for name in trained:
-        if gm is None or ours is None:
+        if ours is None or not isinstance(gm, OptimizedModule):
             readers: tuple[str, ...] = (name.rpartition(".")[0],)
         else:
             readers = gm.grad_flow.parameters[name].used_by
@@ -361,8 +409,9 @@ def _with_freed(rows: tuple[NodeRow, ...], freezing: tuple[FreezeRow, ...]) -> t
     return tuple(told)
 
 
-def _parameters(model: nn.Module, gm: OptimizedModule | None, dtype: torch.dtype | None) -> tuple[ParameterStatus, ...]:
-    readers = {} if gm is None else {name: p.used_by for name, p in gm.grad_flow.parameters.items()}
+def _parameters(model: nn.Module, gm: nn.Module | None, dtype: torch.dtype | None) -> tuple[ParameterStatus, ...]:
+    flow: GradFlow = GradFlow({}, {}) if gm is None else vars(gm)["grad_flow"]
+    readers = {name: p.used_by for name, p in flow.parameters.items()}
     return tuple(
         ParameterStatus(name, p.requires_grad, _nbytes(p, dtype), readers.get(name, ())) for name, p in model.named_parameters()
     )

@@ -186,13 +186,18 @@ def decide_by_observation(found: list[Choice], saved: SavedTensors) -> list[Verd
             anyway.setdefault(tensor.storage, tensor)
     packed = least(
         {name: {t.storage for t in tensors} for name, tensors in kept.items()},
-        {name: max((-(-math.prod(t.shape) // 8) for t in tensors), default=0) * masks[name] for name, tensors in kept.items()},
+        {name: _price(tensors) * masks[name] for name, tensors in kept.items()},
         {t.storage: t.nbytes for tensors in kept.values() for t in tensors if t.storage not in anyway},
     )
     return [
         _refusal(c.verdict, kept[c.node.name], anyway) if c.node.name in masks and c.node.name not in packed else c.verdict
         for c in found
     ]
+
+
+def _price(tensors: Iterable[SavedTensor]) -> int:
+    """Bytes of one bit per element, for a node that runs several times once for each."""
+    return sum(-(-math.prod(t.shape) // 8) for t in {t.storage: t for t in tensors}.values())
 
 
 def _refusal(verdict: Verdict, kept: list[SavedTensor], anyway: Mapping[int, SavedTensor]) -> Verdict:

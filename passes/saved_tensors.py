@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_map_only
 
@@ -40,7 +41,7 @@ class _Recorder(fx.Interpreter):
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
         # Generated code passes fresh lists, which a callee may change; the graph's own are immutable.
         args, kwargs = super().fetch_args_kwargs_from_env(n)
-        return _mutable(args), _mutable(kwargs)
+        return mutable(args), mutable(kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         self.current = n
@@ -68,12 +69,13 @@ class _Recorder(fx.Interpreter):
         return tensor
 
 
-def _mutable(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_mutable(v) for v in value]
-    if isinstance(value, dict):
-        return {k: _mutable(v) for k, v in value.items()}
-    return tuple(_mutable(v) for v in value) if type(value) is tuple else value
+def mutable(value: Any) -> Any:
+    """``value`` with plain lists and dicts in the place of the graph's immutable ones."""
+    if type(value) in (list, immutable_list):
+        return [mutable(v) for v in value]
+    if type(value) in (dict, immutable_dict):
+        return {k: mutable(v) for k, v in value.items()}
+    return tuple(mutable(v) for v in value) if type(value) is tuple else value
 
 
 def saved_as(storage: int, operands: set[int], results: set[int]) -> str:
@@ -107,7 +109,7 @@ def _saved_attributes(kind: Hashable) -> tuple[str, ...]:
 
 
 @contextmanager
-def _hooks_off(gm: nn.Module) -> Iterator[None]:
+def hooks_off(gm: nn.Module) -> Iterator[None]:
     """Modules without the user's hooks, which must not meet fake tensors; those that make torch's normalized weights stay."""
     old: list[tuple[nn.Module, str, Any]] = []
     for module in gm.modules():
@@ -162,7 +164,7 @@ def observe(gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any], fakes: Fa
     with (
         fake.mode or nullcontext(),
         faithful(),
-        _hooks_off(gm),
+        hooks_off(gm),
         torch.enable_grad(),
         # A module under two names is swapped twice: only the reverse order brings the real tensors back.
         _reparametrize_module(gm, state, stack_weights=True),

@@ -26,12 +26,13 @@ ORDER = {
     "passes": 3,
     "measure": 4,
     "pipeline": 4,
-    "reporting": 5,
-    "api": 6,
-    "backend": 6,
-    "targets": 6,
-    "": 7,
-    "cli": 8,
+    "regions": 5,
+    "reporting": 6,
+    "api": 7,
+    "backend": 7,
+    "targets": 7,
+    "": 8,
+    "cli": 9,
 }
 
 

@@ -244,7 +244,9 @@ class _Branching(nn.Module):
 
 
 def test_a_model_that_is_not_captured() -> None:
-    report = fxmem.report(_Branching(), torch.randn(4, 8), measured=True)
+    model = _Branching()
+    model.forward = model.forward  # type: ignore[method-assign]
+    report = fxmem.report(model, torch.randn(4, 8), measured=True)
     assert report.fxmem is None
     assert report.measured is not None
     assert report.measured[1] is None
@@ -257,6 +259,21 @@ def test_a_model_that_is_not_captured() -> None:
     assert rows["second", "Linear"].reason == "kept: the derivative of Linear needs its input"
     assert (rows["", "relu"].source or "").partition(":")[0] == __file__
     assert any(f.parameter == "second.weight" and f.fxmem is None for f in report.freezing)
+
+
+def test_a_model_captured_by_regions() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.Flatten(2), _Branching())
+    model[0].requires_grad_(False)
+    x = torch.randn(2, 1, 4, 2, requires_grad=True)
+    report = fxmem.report(model, x, measured=True)
+    assert report.fxmem is not None
+    assert report.measured is not None
+    assert report.measured[1] is not None
+    assert report.fxmem.kept == report.measured[1].kept <= report.eager.kept == report.measured[0].kept
+    assert sum(r.eager for r in report.rows) == report.eager.kept
+    assert sum(r.fxmem or 0 for r in report.rows) == report.fxmem.kept
+    assert any("captured by regions" in note for note in report.notes)
+    assert any(f.parameter == "2.second.weight" and f.fxmem for f in report.freezing)
 
 
 def test_hidden_bytes_are_told() -> None:
@@ -403,8 +420,10 @@ def test_names_that_are_no_python() -> None:
     model = nn.Sequential()
     model.add_module("a\n", nn.Linear(3, 3))
     with pytest.raises(fxmem.CaptureError, match="the graph's code is no Python"):
-        fxmem.optimize(model)
-    assert fxmem.report(model, torch.randn(2, 3)).fxmem is None
+        fxmem.optimize(model, fullgraph=True)
+    report = fxmem.report(model, torch.randn(2, 3))
+    assert report.fxmem is not None
+    assert any("the graph's code is no Python" in note for note in report.notes)
 
 
 def test_meta_and_dtype_and_device() -> None:

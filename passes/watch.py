@@ -1,0 +1,262 @@
+"""Observation of a model without a graph: how its modules are called, what they return, and what each keeps.
+
+The model itself runs forward, on fake tensors or, where those cannot follow it, for real and without keeping anything: what
+autograd asks to keep is noted and let go. A module may run as a graph meanwhile, whose nodes are then told apart. Requires a
+model that shares no modules with another, and inputs; changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from fxmem.passes.base import op_name, storages_of, tensors_of
+from fxmem.passes.faithful import faithful
+from fxmem.passes.fakes import Fakes
+from fxmem.passes.saved_tensors import fresh_functions, hooks_off, mutable, saved_numbers
+from fxmem.records import Kind, SavedTensor, SavedTensors
+
+
+@dataclass
+class Called:
+    """One call of a module.
+
+    Args:
+        form: what ``describe`` made of the arguments.
+        requires_grad: of each tensor among the arguments, in the order of ``form``.
+        returned: structure of the result, and (shape, dtype, stride, device, requires_grad) of every tensor in it.
+    """
+
+    form: Any
+    requires_grad: tuple[bool, ...]
+    returned: Any = None
+
+
+@dataclass
+class Watched:
+    """What one run showed.
+
+    Args:
+        saved: what is kept, by site: the name given to a module, the node of a graph, else the innermost module's path.
+        calls: the calls of each module, by path.
+        failed: modules that did not run as the graph they were given, by path, with the reason.
+    """
+
+    saved: SavedTensors
+    calls: dict[str, list[Called]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+class _Serials:
+    """Numbers storages, each its own for as long as the run lasts, without keeping them alive."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._watched: dict[int, Any] = {}
+        self._next = itertools.count()
+
+    def of(self, storage: torch.UntypedStorage) -> int:
+        key = storage._cdata
+        if key not in self._numbers:
+            self._numbers[key] = next(self._next)
+            self._watched[key] = weakref.ref(storage, lambda _: self._forget(key))
+        return self._numbers[key]
+
+    def _forget(self, key: int) -> None:
+        del self._numbers[key], self._watched[key]
+
+
+class _Nodes(fx.Interpreter):
+    """Runs a graph and tells the run which node is at work."""
+
+    def __init__(self, holder: nn.Module, graph: fx.Graph, run: _Run) -> None:
+        super().__init__(holder, graph=graph, garbage_collect_values=True)
+        self.run_of = run
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
+        # Generated code passes fresh lists, which a callee may change; the graph's own are immutable.
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        return mutable(args), mutable(kwargs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        kind = op_name(self.module, n)
+        with self.run_of.at(n.name, str(n.target) if n.op == "call_module" else self.run_of.site[1], kind):
+            return super().run_node(n)
+
+
+class _Run:
+    def __init__(self, names: Mapping[str, str], describe: Callable[..., Any]) -> None:
+        self.names = names
+        self.describe = describe
+        self.site = ("", "", "")
+        self.serials = _Serials()
+        self.packed: list[SavedTensor] = []
+        self.calls: dict[str, list[Called]] = {}
+        self.failed: dict[str, str] = {}
+
+    @contextmanager
+    def at(self, name: str, module: str, op: str) -> Iterator[None]:
+        old, self.site = self.site, (name, module, op)
+        try:
+            yield
+        finally:
+            self.site = old
+
+    def pack(self, tensor: Tensor) -> None:
+        name, module, op = self.site
+        for storage in storages_of(tensor):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            number = self.serials.of(storage)
+            self.packed.append(
+                SavedTensor(name, module, op, tuple(tensor.shape), dtype, number, storage.nbytes(), "activation")
+            )
+
+    def watched(self, path: str, module: nn.Module, graph: tuple[nn.Module, fx.Graph, Any] | None) -> Callable[..., Any]:
+        """The module's forward, watched; as a graph where the call is of the form that it holds for."""
+        stock = module.forward
+        # A leaf is one site with everything in it; so is a node that calls it.
+        name = self.names.get(path)
+
+        @functools.wraps(stock)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            form, operands = self.describe(stock, args, kwargs)
+            called = Called(form, tuple(t.requires_grad for t in operands))
+            self.calls.setdefault(path, []).append(called)
+            op = type(module).__name__.removeprefix("Selective")
+            inside = self.site[2] and self.site[1] == path
+            with self.at(*(self.site if inside else (name or path or "the model itself", path, op))):
+                tensors = None if graph is None else graph[2].tensors(args, kwargs)
+                result = (
+                    stock(*args, **kwargs) if tensors is None else self._as_graph(path, stock, graph, tensors, args, kwargs)
+                )
+            flat, spec = tree_flatten(result)
+            called.returned = (
+                spec,
+                tuple(
+                    (tuple(t.shape), t.dtype, tuple(t.stride()), t.device, t.requires_grad)
+                    if isinstance(t, Tensor)
+                    else type(t)
+                    for t in flat
+                ),
+            )
+            return result
+
+        return forward
+
+    def _as_graph(self, path: str, stock: Any, graph: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
+        holder, nodes, _ = graph
+        before = len(self.packed)
+        try:
+            return _Nodes(holder, nodes, self).run(*tensors, enable_io_processing=False)
+        except Exception as error:
+            text = str(error).strip().splitlines()
+            self.failed[path] = f"its graph does not run: {type(error).__name__}: {text[0] if text else ''}"
+            del self.packed[before:]
+            return stock(*args, **kwargs)
+
+
+def watch(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    fakes: Fakes | None,
+    describe: Callable[..., Any],
+    names: Mapping[str, str] | None = None,
+    graphs: Mapping[str, tuple[nn.Module, fx.Graph, Any]] | None = None,
+) -> Watched:
+    """Runs the model forward and records what is kept, and how its modules are called.
+
+    Args:
+        model: the model; hooks of the user's do not run.
+        args: positional inputs, real or fake, with requires_grad as it will be.
+        kwargs: keyword inputs.
+        fakes: makes the tensors to run on; None to run for real, on copies of buffers and inputs.
+        describe: makes of ``(forward, args, kwargs)`` of a call what ``Called.form`` is to be, and its tensors in order.
+        names: sites that modules are, by path.
+        graphs: modules to run as a graph: (root of its paths, graph, an object whose ``tensors(args, kwargs)`` gives what to
+            call it with, or None where a call is of another form).
+    """
+    graphs = graphs or {}
+    run = _Run(names or {}, describe)
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    copies: dict[int, Tensor] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return tensor
+        return copies.setdefault(id(tensor), tensor.detach().clone().requires_grad_(tensor.requires_grad))
+
+    make: Callable[[Tensor], Tensor] = fakes or copied
+    state = {name: make(t) for name, t in named}
+    parameters = {name for name, t in named if isinstance(t, nn.Parameter)}
+    kinds: dict[int, Kind] = {}
+    args, kwargs = tree_map_only(Tensor, make, (tuple(args), dict(kwargs)))
+    inputs = list(tensors_of((args, kwargs)))
+    devices = sorted({t.device.index or 0 for t in state.values() if t.device.type == "cuda"}) if fakes is None else []
+    modules = [(path, m) for path, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)]
+    own = {path: vars(m).get("forward") for path, m in modules}
+    with ExitStack() as stack:
+        if fakes is not None and fakes.mode is not None:
+            stack.enter_context(fakes.mode)
+            stack.enter_context(faithful())
+        stack.enter_context(hooks_off(model))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_reparametrize_module(model, state, stack_weights=True))
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.callback(_restore, modules, own)
+        for path, module in modules:
+            vars(module)["forward"] = run.watched(path, module, graphs.get(path))
+        with torch.autograd.graph.saved_tensors_hooks(run.pack, _nothing):
+            output = model(*args, **kwargs)
+    outputs = list(tensors_of(output))
+    if fakes is not None:
+        for function in fresh_functions(outputs, _Known()):
+            for number in saved_numbers(function):
+                run.pack(number)
+    ends: tuple[tuple[list[Tensor], Kind], ...] = ((outputs, "output"), (inputs, "input"))
+    for found, kind in ends:
+        for t in found:
+            kinds |= {run.serials.of(s): kind for s in storages_of(t)}
+    for name, t in state.items():
+        own_kind: Kind = "parameter" if name in parameters else "buffer"
+        kinds |= {run.serials.of(s): own_kind for s in storages_of(t)}
+    saved = tuple(
+        SavedTensor(t.node, t.module, t.op, t.shape, t.dtype, t.storage, t.nbytes, kinds.get(t.storage, t.kind))
+        for t in run.packed
+    )
+    return Watched(SavedTensors(saved), run.calls, run.failed)
+
+
+class _Known(dict[int, Any]):
+    """Sequence numbers seen, each as soon as somebody asks for it."""
+
+    def __contains__(self, key: object) -> bool:
+        seen = super().__contains__(key)
+        if not seen:
+            assert isinstance(key, int)
+            self[key] = True
+        return seen
+
+
+def _nothing(packed: None) -> Tensor:
+    """What whoever looks at a saved tensor gets to see: there is no backward pass."""
+    return torch.empty(0)
+
+
+def _restore(modules: list[tuple[str, nn.Module]], own: Mapping[str, Any]) -> None:
+    for path, module in modules:
+        if own[path] is None:
+            del vars(module)["forward"]
+        else:
+            vars(module)["forward"] = own[path]
