@@ -17,7 +17,7 @@ from fxmem.records import MemoryReport
 from fxmem.regions import optimize_regions, original
 from fxmem.reporting import Options, build_report
 
-_POLICIES = ("exact",)
+_POLICIES = ("exact", "recompute")
 _CAPTURES = ("auto", "symbolic", "regions")
 
 
@@ -48,7 +48,9 @@ def optimize(
         example_args: positional inputs, real or fake tensors, with requires_grad as it will be; a lone tensor stands for a
             tuple of one. With them the rewrite is planned in bytes, without them from the structure of the graph.
         example_kwargs: keyword inputs.
-        policy: ``"exact"``: the outputs and gradients of eager.
+        policy: ``"exact"``: keep what the derivatives read. ``"recompute"``: of that, do not keep what is cheap to make again
+            in backward (outputs of norms, activations, dropout, elementwise ops); needs example inputs, and a graph of the
+            whole model. Outputs and gradients are those of eager under both.
         capture: how to get the graph: ``"symbolic"`` traces the whole model, ``"regions"`` works region by region, ``"auto"``
             does the second where the first cannot.
         fullgraph: whether ``"auto"`` raises, naming the line, where it would fall back to regions.
@@ -70,6 +72,10 @@ def optimize(
     kwargs = dict(example_kwargs or {})
     source = model.source() if isinstance(model, OptimizedModule) else original(model)
     bound = bind_example(source, args, kwargs) if args or kwargs else None
+    if policy != "exact" and bound is None:
+        raise ArgumentError(
+            f"the policy {policy!r} plans in bytes.", where="example_args", remedy="Pass example inputs, real or fake."
+        )
     result: nn.Module | None = None
     why = None
     if capture != "regions":
@@ -82,10 +88,13 @@ def optimize(
         else:
             if isinstance(model, OptimizedModule):
                 gm.copy_flags(model)
-            rewrite(gm, None if bound is None else placeholders(gm, bound))
+            rewrite(gm, None if bound is None else placeholders(gm, bound), policy=policy)
             result = gm
     if result is None:
         result = optimize_regions(source, args, kwargs, why=why, flags=model).module
+        if policy != "exact":
+            note = f"the policy {policy!r} needs a graph of the whole model, so everything went by the policy 'exact'"
+            vars(result)["notes"] = (*vars(result)["notes"], note)
     if optimizer is not None:
         vars(result)["optimizer"] = attach(result, optimizer)
     return result

@@ -18,6 +18,7 @@ from fxmem.passes import base
 from fxmem.passes.fakes import Fakes
 from fxmem.passes.grad_flow import grad_flow
 from fxmem.passes.plan import choices, decide_by_observation, decide_by_structure
+from fxmem.passes.recompute import RECIPES, recompute
 from fxmem.passes.saved_tensors import Observation, observe
 from fxmem.passes.selective_save import check_metadata, selective_save
 from fxmem.records import Decision, GradFlow, SavedTensors
@@ -142,6 +143,7 @@ class OptimizedModule(fx.GraphModule):
         with _flags_of(self, source):
             capture = trace(source, self.__dict__["_given"])
         _add_constants(self, capture)
+        self._modules.pop(RECIPES, None)
         self._set_graph(capture)
         rewrite(self, None)
 
@@ -149,7 +151,7 @@ class OptimizedModule(fx.GraphModule):
         source: Any = self._source
         theirs = dict(source.named_modules(remove_duplicate=False))
         for path, module in self.named_modules(remove_duplicate=False):
-            if path.startswith(CONSTANTS):
+            if path.startswith((CONSTANTS, RECIPES)):
                 continue
             if path not in theirs or (path and theirs[path]._parameters is not module._parameters):
                 raise CaptureError(
@@ -206,7 +208,10 @@ def _flags_of(module: nn.Module, source: nn.Module) -> Iterator[None]:
 
 
 def rewrite(
-    gm: OptimizedModule, inputs: Mapping[str, Any] | None, fakes: Callable[[], Fakes | None] = lambda: None
+    gm: OptimizedModule,
+    inputs: Mapping[str, Any] | None,
+    fakes: Callable[[], Fakes | None] = lambda: None,
+    policy: str = "exact",
 ) -> tuple[Observation, Observation] | None:
     """Runs analysis, plan and rewrite over a freshly captured module.
 
@@ -214,6 +219,7 @@ def rewrite(
         gm: the module; its graph is rewritten in place.
         inputs: example inputs by placeholder, real or fake; None to go by structure alone.
         fakes: makes what each observation runs on; fake tensors on the devices of the real ones by default.
+        policy: ``"exact"`` or, with example inputs, ``"recompute"``.
 
     Returns:
         What was observed before and after, or None where structure alone decided.
@@ -227,6 +233,7 @@ def rewrite(
     found = choices(gm, graph, flow)
     stock = None if inputs is None else _observe_stock(gm, graph, inputs, fakes)
     seen = None
+    again: list[Decision] = []
     if stock is None or inputs is None:
         verdicts = decide_by_structure(gm, found, flow)
         selective_save(gm, graph, found, verdicts)
@@ -235,6 +242,8 @@ def rewrite(
         selective_save(gm, graph, found, plain)
         verdicts = decide_by_observation(found, observe(gm, graph, inputs, fakes()).saved)
         selective_save(gm, graph, found, verdicts)
+        if policy == "recompute":
+            again = recompute(gm, graph, inputs, fakes)
         final = observe(gm, graph, inputs, fakes())
         check_metadata(stock.metadata, final.metadata)
         seen = (stock, final)
@@ -245,7 +254,7 @@ def rewrite(
         if node.op == "call_module" and str(node.target) in opaque
     )
     gm.__dict__.update(
-        decisions=tuple(c.decision(v) for c, v in zip(found, verdicts, strict=True)) + refused,
+        decisions=(*(c.decision(v) for c, v in zip(found, verdicts, strict=True)), *again, *refused),
         grad_flow=flow,
         saved=seen and (seen[0].saved, seen[1].saved),
     )

@@ -26,7 +26,7 @@ from fxmem.passes.fakes import Fakes
 from fxmem.records import Kind, SavedTensor, SavedTensors
 
 
-class _Recorder(fx.Interpreter):
+class Recorder(fx.Interpreter):
     """Runs the graph node by node, so that every packed tensor is known to be the current node's."""
 
     def __init__(self, gm: nn.Module, graph: fx.Graph, state: set[int]) -> None:
@@ -39,11 +39,13 @@ class _Recorder(fx.Interpreter):
         self.saves: dict[str, tuple[str, ...]] = {}
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
+        """The arguments of ``n``."""
         # Generated code passes fresh lists, which a callee may change; the graph's own are immutable.
         args, kwargs = super().fetch_args_kwargs_from_env(n)
         return mutable(args), mutable(kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
+        """Runs ``n`` and notes what it keeps."""
         self.current = n
         start = len(self.packed)
         args = super().fetch_args_kwargs_from_env(n)
@@ -53,15 +55,18 @@ class _Recorder(fx.Interpreter):
             self.packed += [(n, number) for number in saved_numbers(function)]
         self.outputs[n.name] = tuple((tuple(t.shape), t.dtype, tuple(t.stride()), t.device.type) for t in tensors_of(result))
         if len(self.packed) > start:
-            operands, results = ({_storage(t) for t in tensors_of(value)} for value in (args, result))
+            operands, results = ({storage_of(t) for t in tensors_of(value)} for value in (args, result))
             self.saves[n.name] = tuple(
                 dict.fromkeys(
-                    saved_as(_storage(t), operands, results) for _, t in self.packed[start:] if _storage(t) not in self.state
+                    saved_as(storage_of(t), operands, results)
+                    for _, t in self.packed[start:]
+                    if storage_of(t) not in self.state
                 )
             )
         return result
 
     def pack(self, tensor: Tensor) -> Tensor:
+        """Hook on autograd: takes note of one kept tensor."""
         assert self.current is not None
         # A saved output that is packed as itself would hold its own graph alive for ever.
         tensor = tensor.detach()
@@ -141,21 +146,27 @@ class Observation:
     saves: Mapping[str, tuple[str, ...]]
 
 
-def observe(gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any], fakes: Fakes | None = None) -> Observation:
-    """Runs ``graph`` on fake tensors and records what each node keeps for backward.
+def record(
+    gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any], fakes: Fakes | None, kind: type[Recorder]
+) -> tuple[Recorder, dict[int, Kind]]:
+    """Runs ``graph`` on fake tensors and notes what happens.
 
     Args:
         gm: the module that holds the graph's parameters and submodules; its tensors may be of any device.
         graph: the graph.
         inputs: by placeholder name, real or fake tensors, with requires_grad as it will be, and other values.
         fakes: makes the tensors that it runs on; by default fake ones on the devices of the real ones.
+        kind: who takes note.
+
+    Returns:
+        The recorder, and what storages that are not activations are.
     """
     fake = fakes or Fakes((*tensors_of(inputs), *gm.parameters(), *gm.buffers()))
     state = {
         name: fake(t) for name, t in (*gm.named_parameters(remove_duplicate=False), *gm.named_buffers(remove_duplicate=False))
     }
     fake_inputs = {name: tree_map_only(Tensor, fake, value) for name, value in inputs.items()}
-    recorder = _Recorder(gm, graph, {_storage(t) for t in state.values()})
+    recorder = kind(gm, graph, {storage_of(t) for t in state.values()})
     args = [
         fake_inputs[str(n.target)] if str(n.target) in fake_inputs else _default(n)
         for n in graph.nodes
@@ -175,16 +186,29 @@ def observe(gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any], fakes: Fa
     kinds: dict[int, Kind] = {}
     parameters = {id(p) for p in gm.parameters()}
     for tensor in tensors_of(output):
-        kinds[_storage(tensor)] = "output"
+        kinds[storage_of(tensor)] = "output"
     for value in fake_inputs.values():
         for tensor in tensors_of(value):
-            kinds[_storage(tensor)] = "input"
+            kinds[storage_of(tensor)] = "input"
     for real in (*gm.buffers(), *gm.parameters()):
-        kinds[_storage(fake(real))] = "parameter" if id(real) in parameters else "buffer"
+        kinds[storage_of(fake(real))] = "parameter" if id(real) in parameters else "buffer"
+    return recorder, kinds
+
+
+def observe(gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any], fakes: Fakes | None = None) -> Observation:
+    """Runs ``graph`` on fake tensors and records what each node keeps for backward.
+
+    Args:
+        gm: the module that holds the graph's parameters and submodules; its tensors may be of any device.
+        graph: the graph.
+        inputs: by placeholder name, real or fake tensors, with requires_grad as it will be, and other values.
+        fakes: makes the tensors that it runs on; by default fake ones on the devices of the real ones.
+    """
+    recorder, kinds = record(gm, graph, inputs, fakes, Recorder)
     numbers: dict[int, int] = {}
     saved = []
     for node, tensor in recorder.packed:
-        key = _storage(tensor)
+        key = storage_of(tensor)
         saved.append(
             SavedTensor(
                 node=node.name,
@@ -202,7 +226,8 @@ def observe(gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any], fakes: Fa
     return Observation(SavedTensors(tuple(saved)), recorder.outputs, recorder.saves)
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
+    """A number of the tensor's storage, its own for as long as it lives."""
     return tensor.untyped_storage()._cdata
 
 

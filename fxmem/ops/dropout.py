@@ -19,38 +19,79 @@ from fxmem.ops.packing import dense_stride, pack_nonzero, scale_backward
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, p: float, inplace: bool) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, p: float, inplace: bool, stride: tuple[int, ...], scale: float
+    ) -> Tensor | tuple[Tensor, Tensor]:
         if input.device.type == "cpu":
             noise = torch.empty_like(input).bernoulli_(1 - p)
-            ctx.stride = dense_stride(noise)
             packed = pack_nonzero(noise)
             noise.div_(1 - p)
-            # The scale as the noise has it, rounded to the dtype.
-            ctx.scale = float(torch.ones((), dtype=input.dtype).div_(1 - p)) if not _is_fake(input) else 1 / (1 - p)
             if inplace:
                 output = input.mul_(noise)
             else:
                 output = noise.mul_(input) if is_dense(input) else input * noise
         else:
             output, mask = torch.native_dropout(input, p, True)
-            ctx.stride = dense_stride(mask)
             packed = pack_nonzero(mask)
-            ctx.scale = 1 / (1 - p)
             if inplace:
                 output = input.copy_(output)
-        if inplace:
-            ctx.mark_dirty(input)
+        ctx.stride, ctx.scale = stride, scale
         ctx.save_for_backward(packed)
-        return output
+        if inplace:
+            # Of several results none may be a view that is changed in place.
+            ctx.mark_dirty(input)
+            return output
+        ctx.mark_non_differentiable(packed)
+        return output, packed
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, None, None, None, None]:
         (packed,) = ctx.saved_tensors
-        return scale_backward(grad, packed, ctx.stride, ctx.scale), None, None
+        return scale_backward(grad, packed, ctx.stride, ctx.scale), None, None, None, None
+
+
+Mask = tuple[Tensor, tuple[int, ...], float]
+"""Packed bits, the strides of what was packed, and the scale of what is not dropped."""
+
+
+def _run(input: Tensor, p: float, inplace: bool) -> tuple[Tensor, Mask | None]:
+    stride = tuple(input.stride()) if is_dense(input) else dense_stride(torch.empty_like(input, device="meta"))
+    scale = 1 / (1 - p)
+    if input.device.type == "cpu" and not _is_fake(input):
+        # The scale as the noise has it, rounded to the dtype.
+        scale = float(torch.ones((), dtype=input.dtype).div_(1 - p))
+    if inplace:
+        return _Dropout.apply(input, p, True, stride, scale), None
+    output, packed = _Dropout.apply(input, p, False, stride, scale)
+    return output, (packed, stride, scale)
 
 
 def _is_fake(tensor: Tensor) -> bool:
     return type(tensor) not in (Tensor, nn.Parameter)
+
+
+def _served(input: Tensor, p: float) -> bool:
+    return 0 < p < 1 and input.is_floating_point() and input.numel() > 0 and input.device.type in ("cpu", "cuda")
+
+
+def dropout_with_mask(input: Tensor, p: float) -> tuple[Tensor, Mask | None]:
+    """``dropout`` in training, and what ``dropout_again`` takes; None where autograd does not record or torch's op runs.
+
+    Args:
+        input: any shape, floating-point.
+        p: probability of zeroing an element.
+    """
+    return _run(input, p, False) if _served(input, p) and engaged(input) else (F.dropout(input, p), None)
+
+
+def dropout_again(input: Tensor, mask: Mask) -> Tensor:
+    """What ``dropout_with_mask`` returned for the same input.
+
+    Args:
+        input: any shape, floating-point.
+        mask: as it was returned besides.
+    """
+    return scale_backward(input, *mask)
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -64,10 +105,9 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     """
     if intercepted(input):
         return handle_torch_function(dropout, (input,), input, p=p, training=training, inplace=inplace)
-    served = training and 0 < p < 1 and input.is_floating_point() and input.numel() > 0
-    if not served or not engaged(input) or (inplace and is_leaf_memory(input)) or input.device.type not in ("cpu", "cuda"):
+    if not training or not _served(input, p) or not engaged(input) or (inplace and is_leaf_memory(input)):
         return F.dropout(input, p, training, inplace)
-    return _Dropout.apply(input, p, inplace)
+    return _run(input, p, inplace)[0]
 
 
 def _torch_dropout(input: Tensor, p: float, train: bool) -> Tensor:

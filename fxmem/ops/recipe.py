@@ -1,0 +1,399 @@
+"""Recipes: what a call of torch keeps for backward, replaced by how to make it again.
+
+A call runs under saved-tensor hooks that take note of what autograd keeps for it. Of what is known to be the value of a recipe
+only the recipe stays, everything else is kept as it is. What recipes are made of is kept through ``save_for_backward`` of a
+function outside of those hooks: whoever listens to saved tensors (offloading, checkpoints, the report) is shown it, torch
+checks its version, and it lives exactly as long as those who need it.
+
+Backward makes a value when it first asks for it and holds it until everybody that keeps it has asked. It is made by the same
+kernels from the same numbers under the same autocast. Autograd puts it at its place in the graph, so it can be
+differentiated again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.autograd import Variable, forward_ad
+
+from fxmem.ops.common import _PLAIN
+from fxmem.ops.dropout import Mask, dropout_again, dropout_with_mask
+
+_Layout = tuple[torch.Size, tuple[int, ...], int]
+
+
+class _Keep(torch.autograd.Function):
+    """Keeps tensors and has nothing to do with anybody's gradient: its node is held by those who need them."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        raise AssertionError("nothing is made of this output")
+
+
+def _keep(tensors: list[Tensor]) -> Any:
+    """A node of autograd's graph that keeps ``tensors`` and gives them back as its ``saved_tensors``."""
+    return _Keep.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn
+
+
+class Missing:
+    """Stands for what a recipe cannot be made of in this call."""
+
+
+MISSING: Final = Missing()
+
+
+class _Slot:
+    """Stands for a tensor among the other operands of a recipe."""
+
+
+_SLOT: Final = _Slot()
+
+
+class Recipe:
+    """How to make some values again.
+
+    Args:
+        program: called with the operands, returns the values.
+        operands: tensors, tuples of tensors, and whatever else the program takes.
+    """
+
+    def __init__(self, program: nn.Module, operands: tuple[Any, ...]) -> None:
+        self._program = program
+        tensors: list[Tensor] = []
+        self._operands = _take_out(operands, tensors)
+        self._kept = _keep(tensors) if tensors else None
+        device = tensors[0].device.type if tensors else "cpu"
+        self._autocast = _autocast(device)
+        self._handles: dict[int, list[weakref.ref[_Handle]]] = {}
+        self._held: dict[int, tuple[Tensor, set[int]]] = {}
+        self._task = -1
+
+    def add(self, handle: _Handle, index: int) -> None:
+        """Counts ``handle`` among those that will ask for the value ``index``."""
+        self._handles.setdefault(index, []).append(weakref.ref(handle))
+
+    def value(self, index: int, asker: _Handle) -> Tensor:
+        """The value ``index``, made or held."""
+        task = torch._C._current_graph_task_id()
+        if task < 0:
+            return self._make()[index]
+        if task != self._task:
+            self._held.clear()
+            self._task = task
+        if index not in self._held:
+            self._hold(self._make())
+        value, waiting = self._held[index]
+        waiting.discard(id(asker))
+        if not waiting:
+            del self._held[index]
+        return value
+
+    def _hold(self, values: tuple[Tensor, ...]) -> None:
+        waiting = 0
+        for i, value in enumerate(values):
+            askers = {id(handle) for ref in self._handles.get(i, ()) if (handle := ref()) is not None}
+            if askers:
+                self._held[i] = (value, askers)
+                waiting += len(askers)
+        if waiting > 1:
+            # Of a backward pass that visits a part of the graph alone, some never ask.
+            held = weakref.ref(self)
+            Variable._execution_engine.queue_callback(lambda: _release(held))
+
+    def _make(self) -> tuple[Tensor, ...]:
+        tensors = iter(self._kept.saved_tensors if self._kept is not None else ())
+        operands = _put_back(self._operands, tensors)
+        device, enabled, dtype = self._autocast
+        same = _autocast(device) == self._autocast
+        with torch.no_grad(), nullcontext() if same else torch.autocast(device, dtype, enabled, cache_enabled=False):
+            values: tuple[Tensor, ...] = self._program.forward(*operands)
+        return values
+
+
+def _release(recipe: weakref.ref[Recipe]) -> None:
+    found = recipe()
+    if found is not None:
+        found._held.clear()
+
+
+def _autocast(device: str) -> tuple[str, bool, torch.dtype | None]:
+    if not torch.amp.is_autocast_available(device):
+        return device, False, None
+    return device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
+def _take_out(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _SLOT
+    return tuple(_take_out(v, tensors) for v in value) if type(value) in (tuple, list) else value
+
+
+def _put_back(value: Any, tensors: Iterator[Tensor]) -> Any:
+    if value is _SLOT:
+        return next(tensors)
+    return tuple(_put_back(v, tensors) for v in value) if type(value) is tuple else value
+
+
+class _Handle:
+    """What autograd holds in place of a tensor: the tensor until its call is over, then where to have it from."""
+
+    __slots__ = ("__weakref__", "index", "layout", "source", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+        self.source: Any = None
+        self.index = 0
+        self.layout: _Layout | None = None
+
+    def unpack(self) -> Tensor:
+        if self.tensor is not None:
+            return self.tensor
+        if self.layout is None:
+            kept: Tensor = self.source.saved_tensors[self.index]
+            return kept
+        value: Tensor = self.source.value(self.index, self)
+        return value if _layout(value) == self.layout else value.as_strided(*self.layout)
+
+
+def _layout(tensor: Tensor) -> _Layout:
+    return tensor.shape, tensor.stride(), int(tensor.storage_offset())
+
+
+@fx.wrap
+def recipe(program: nn.Module, *operands: Any) -> Recipe | None:
+    """A recipe, or None where autograd does not record, or others must see the tensors themselves.
+
+    It steps aside under ``torch.func`` transforms, forward-mode AD and ``torch.compile``, for tensor subclasses and where
+    saved-tensor hooks are forbidden.
+
+    Args:
+        program: called with the operands, returns the values.
+        operands: tensors, tuples of tensors, and whatever else the program takes.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return None
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return None
+    hooks: Any = torch._C._autograd
+    if not hooks._saved_tensors_hooks_is_enabled() or not all(map(_plain, operands)):
+        return None
+    return Recipe(program, operands)
+
+
+def _plain(operand: Any) -> bool:
+    if isinstance(operand, Tensor):
+        return type(operand) in _PLAIN and operand.layout == torch.strided
+    return all(map(_plain, operand)) if type(operand) in (tuple, list) else operand is not MISSING
+
+
+@fx.wrap
+def consume(
+    function: Callable[..., Any] | str,
+    recipes: tuple[tuple[Recipe | None, int, Tensor | None], ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls ``function``; of what autograd keeps for it, values of the recipes stay as recipes.
+
+    Args:
+        function: a function or module, or the name of a method of the first argument.
+        recipes: (recipe, which of its values, that value); None as the value stands for what the function returns.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+    """
+    call: Callable[..., Any] = function if callable(function) else getattr(args[0], function)
+    args = args if callable(function) else args[1:]
+    present = [(r, i, v) for r, i, v in recipes if r is not None]
+    if not present:
+        return call(*args, **kwargs)
+    handles: list[_Handle] = []
+
+    def pack(tensor: Tensor) -> _Handle:
+        handles.append(_Handle(tensor))
+        return handles[-1]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, _Handle.unpack):
+        result = call(*args, **kwargs)
+    known = {}
+    for r, i, value in present:
+        value = result if value is None else value
+        if isinstance(value, Tensor):
+            known[value.untyped_storage()._cdata] = (r, i, value.dtype)
+    others = []
+    for handle in handles:
+        tensor = handle.tensor
+        assert tensor is not None
+        found = known.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
+        if found is None or found[2] != tensor.dtype:
+            others.append(handle)
+            continue
+        handle.source, handle.index, _ = found
+        handle.layout, handle.tensor = _layout(tensor), None
+        found[0].add(handle, handle.index)
+    if others:
+        node = _keep([h.tensor for h in others if h.tensor is not None])
+        for i, handle in enumerate(others):
+            handle.source, handle.index, handle.tensor = node, i, None
+    # Autograd holds the hook, and the hook this list.
+    handles.clear()
+    return result
+
+
+class Function(nn.Module):
+    """A function as a module, for a graph to pass on.
+
+    Args:
+        function: anything callable that can be pickled.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function."""
+        return self.function(*args, **kwargs)
+
+
+_State = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, bool, float, tuple[int, torch.dtype] | None]
+
+
+@fx.wrap
+def batch_norm_state(module: nn.modules.batchnorm._BatchNorm) -> _State:
+    """What a batch norm layer computes with besides its input, at this moment: in train mode no running statistics.
+
+    Args:
+        module: the layer.
+
+    Returns:
+        weight, bias, running mean and variance (or None), whether it trains, eps, and number and dtype of the statistics that
+        it updates.
+    """
+    mean, var = module.running_mean, module.running_var
+    trains = module.training or (mean is None and var is None)
+    updates = (mean.numel(), mean.dtype) if trains and module.training and mean is not None else None
+    return module.weight, module.bias, None if trains else mean, None if trains else var, trains, module.eps, updates
+
+
+@fx.wrap
+def batch_norm_again(input: Tensor, state: _State) -> Tensor:
+    """The output of a batch norm layer; no running statistics change.
+
+    Args:
+        input: (N, C, ...).
+        state: what ``batch_norm_state`` returned.
+    """
+    weight, bias, mean, var, trains, eps, updates = state
+    if updates is not None:
+        # Which kernel runs may depend on whether there are any.
+        mean, var = (input.new_zeros(updates[0], dtype=updates[1]) for _ in range(2))
+    return F.batch_norm(input, mean, var, weight, bias, trains, 0.0, eps)
+
+
+@fx.wrap
+def drop(module: nn.Dropout, input: Tensor) -> tuple[Tensor, Mask | Missing | None]:
+    """The output of a dropout layer, and its mask: None if it drops nothing.
+
+    Args:
+        module: the layer.
+        input: any shape.
+    """
+    return drop_function(input, module.p, module.training)
+
+
+@fx.wrap
+def drop_function(input: Tensor, p: float = 0.5, training: bool = True) -> tuple[Tensor, Mask | Missing | None]:
+    """``torch.nn.functional.dropout``, and its packed mask: None if it drops nothing.
+
+    Args:
+        input: any shape.
+        p: probability of zeroing an element.
+        training: whether to drop at all.
+    """
+    if not training or p == 0:
+        return F.dropout(input, p, training), None
+    output, mask = dropout_with_mask(input, p)
+    return output, MISSING if mask is None else mask
+
+
+@fx.wrap
+def drop_again(input: Tensor, mask: Mask | None) -> Tensor:
+    """The output of a dropout, from its input.
+
+    Args:
+        input: what it was given.
+        mask: what ``drop`` returned besides.
+    """
+    return input if mask is None else dropout_again(input, mask)
+
+
+@fx.wrap
+def drop_rows(
+    function: Callable[..., Tensor], input: Tensor, p: float, mode: str, training: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """The output of torchvision's stochastic depth, and its factors: None if it drops nothing.
+
+    Args:
+        function: ``torchvision.ops.stochastic_depth``.
+        input: (N, ...).
+        p: probability of zeroing a row, or everything.
+        mode: ``"row"`` or ``"batch"``.
+        training: whether to drop at all.
+    """
+    if not training or p == 0:
+        return function(input, p, mode, training), None
+    # It draws one number per row, or one in all, whatever else the shape is.
+    factors = function(input.new_ones((input.shape[0], *(1 for _ in input.shape[1:]))), p, mode, training)
+    return input * factors, factors
+
+
+@fx.wrap
+def drop_rows_again(input: Tensor, factors: Tensor | None) -> Tensor:
+    """The output of stochastic depth, from its input.
+
+    Args:
+        input: what it was given.
+        factors: what ``drop_rows`` returned besides.
+    """
+    return input if factors is None else input * factors
+
+
+@fx.wrap
+def norm_again(module: nn.Module, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The output of a layer, group or RMS norm layer.
+
+    Args:
+        module: the layer, for its settings.
+        input: what it was given.
+        weight: its weight.
+        bias: its bias.
+    """
+    if isinstance(module, nn.GroupNorm):
+        return F.group_norm(input, module.num_groups, weight, bias, module.eps)
+    if isinstance(module, nn.RMSNorm):
+        return F.rms_norm(input, module.normalized_shape, weight, module.eps)
+    assert isinstance(module, nn.LayerNorm)
+    return F.layer_norm(input, module.normalized_shape, weight, bias, module.eps)
+
+
+@fx.wrap
+def layer_again(module: nn.Module, *args: Any) -> Any:
+    """The output of a layer without parameters, and without its hooks.
+
+    Args:
+        module: the layer.
+        args: what it was given.
+    """
+    return module.forward(*args)

@@ -1,0 +1,479 @@
+"""Recompute: what is cheap to make again is not kept.
+
+Autograd keeps a value where some derivative reads it, also where it could be had again at little cost: the output of a norm or
+an activation that a trainable layer keeps, while the norm or activation itself keeps its input. This pass looks at a run on
+fake tensors: which storage every node makes, which it changes, which it keeps. Storages that are kept are what is wanted;
+``cheapest`` chooses which of them, or of the values before them, to keep; the others are kept as recipes (``ops.recipe``).
+
+A value is a node's tensor. It can be kept, or a recipe be made of it, if nothing overwrites its memory later on; on the way to
+another value it may be overwritten, because a recipe runs the same ops in the same order on memory of its own. It can be made
+again if its op is in the tables below: elementwise ops, norms, softmax, reductions, copies and views, all without random
+numbers or effects on buffers. Two ops are special. Batch norm in train mode is computed again from the batch, and does not
+update its running statistics a second time. Dropout hands out its packed mask, which the recipe applies again.
+
+An in-place activation whose derivative needs its input makes autograd keep a copy of it, which no other node knows: such calls
+are first put out of place, if nobody else reads the memory.
+
+Work is counted in bytes read and written, times a factor for ops that compute more than they move, plus a constant per op.
+
+Requires a graph after ``selective_save``, and inputs. Ensures the values and gradients of before, bit by bit.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from fxmem.ops import dropout
+from fxmem.ops import recipe as runtime
+from fxmem.passes.base import bound_arguments, module_of, module_path, op_name, source_of, tensors_of
+from fxmem.passes.cheapest import Item, cheapest, needed
+from fxmem.passes.fakes import Fakes
+from fxmem.passes.plan import stock_class
+from fxmem.passes.saved_tensors import Recorder, record, storage_of
+from fxmem.records import Decision
+
+RECIPES = "_fxmem_recipes"
+RATE = 1 / 64
+"""Bytes kept that a byte moved in backward is worth."""
+
+_PER_OP = 1 << 16
+"""What calling an op takes, in bytes that could be moved meanwhile."""
+
+_SMALLEST = 1 << 14
+"""Bytes below which a recipe takes more than it spares."""
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_MOVES = _words(
+    """chunk clone contiguous expand expand_as flatten getitem movedim narrow permute reshape select split split_with_sizes
+    squeeze swapaxes swapdims t transpose unbind unflatten unsqueeze view view_as cat concat stack repeat repeat_interleave
+    roll flip tril triu pad broadcast_to _unsafe_view slice alias repeat_kv"""
+)
+_SIMPLE = _words(
+    """add sub mul truediv div neg rsub iadd isub imul itruediv add_ sub_ mul_ div_ neg_ abs square reciprocal where masked_fill
+    masked_fill_ maximum minimum clamp clamp_ clamp_min clamp_max relu relu_ relu6 leaky_relu hardtanh hardtanh_ hardsigmoid
+    hardswish hardswish_ threshold addcmul addcdiv lerp to float half double bfloat16 type type_as _to_copy sum mean amax amin
+    sqrt rsqrt sqrt_ rsqrt_ zeros_like ones_like"""
+)
+_MATH = _words(
+    """pow exp exp_ erf tanh tanh_ sigmoid sigmoid_ gelu silu silu_ mish mish_ elu elu_ selu celu softplus softsign logsigmoid
+    log log1p expm1 cos sin softmax log_softmax _softmax _log_softmax layer_norm group_norm rms_norm glu var std norm
+    logsumexp"""
+)
+_FACTORS = {**dict.fromkeys(_MOVES | _SIMPLE, 1), **dict.fromkeys(_MATH, 2)}
+_PLAIN_LAYERS = (
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.Threshold, nn.Identity, nn.Flatten),
+    *(nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.SELU, nn.CELU, nn.Softplus, nn.Softsign, nn.LogSigmoid, nn.Sigmoid, nn.Tanh),
+    *(nn.Softmax, nn.LogSoftmax, nn.Unflatten, nn.GLU, nn.Hardshrink, nn.Softshrink, nn.Tanhshrink),
+)
+_LAYERS: dict[type[nn.Module], int] = {
+    **dict.fromkeys(_PLAIN_LAYERS, 2),
+    **dict.fromkeys((nn.LayerNorm, nn.GroupNorm, nn.RMSNorm), 2),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), 2),
+    **dict.fromkeys((nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d), 4),
+    nn.Dropout: 2,
+}
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_OUT_OF_PLACE: dict[type[nn.Module], Callable[..., Tensor]] = {
+    nn.SiLU: F.silu,
+    nn.Hardswish: F.hardswish,
+    nn.Mish: F.mish,
+}
+
+
+@dataclass
+class Value:
+    """What one run showed of one node.
+
+    Args:
+        node: the node.
+        operands: the nodes that it reads.
+        storages: of the tensors in its value.
+        created: those that none of its operands has.
+        changed: storages that it writes to.
+        single: its value, if that is one tensor that fills its storage: (shape, stride, dtype, bytes).
+        kept: storages that autograd keeps for it, with their versions then.
+        moved: bytes of its operands and its value.
+        plain: whether there is no tensor in its value.
+    """
+
+    node: fx.Node
+    operands: tuple[fx.Node, ...]
+    storages: tuple[int, ...] = ()
+    created: frozenset[int] = frozenset()
+    changed: frozenset[int] = frozenset()
+    single: tuple[Any, ...] | None = None
+    kept: list[tuple[int, int]] = field(default_factory=list)
+    moved: int = 0
+    plain: bool = False
+
+
+class _Watch(Recorder):
+    """Notes what every node reads, makes, changes and keeps; holds all values, so that no storage takes a dead one's number."""
+
+    def __init__(self, gm: nn.Module, graph: fx.Graph, state: set[int]) -> None:
+        super().__init__(gm, graph, state)
+        self.garbage_collect_values = False
+        self.values: dict[fx.Node, Value] = {}
+        self.versions: dict[int, int] = {}
+        self.alive: list[Any] = []
+
+    def run_node(self, n: fx.Node) -> Any:
+        operands = [self.env[a] for a in n.all_input_nodes]
+        before = {storage_of(t): (t, t._version) for t in tensors_of(operands)}
+        start = len(self.packed)
+        result = super().run_node(n)
+        tensors = list(tensors_of(result))
+        self.alive.append(result)
+        storages = tuple(dict.fromkeys(storage_of(t) for t in tensors))
+        value = Value(n, tuple(n.all_input_nodes), storages)
+        value.created = frozenset(s for s in storages if s not in before)
+        value.changed = frozenset(s for s, (t, version) in before.items() if t._version != version)
+        value.plain = not tensors
+        if isinstance(result, Tensor) and result.layout == torch.strided:
+            nbytes = result.untyped_storage().nbytes()
+            if result.numel() * result.element_size() == nbytes and result.storage_offset() == 0:
+                value.single = (tuple(result.shape), tuple(result.stride()), result.dtype, nbytes)
+        value.moved = sum(t.numel() * t.element_size() for t in (*tensors, *(t for t, _ in before.values())))
+        value.kept = [(storage_of(t), t._version) for _, t in self.packed[start:]]
+        for t in (*tensors, *(t for t, _ in before.values())):
+            self.versions[storage_of(t)] = t._version
+        self.values[n] = value
+        return result
+
+
+def recompute(
+    gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any], fakes: Callable[[], Fakes | None], rate: float = RATE
+) -> list[Decision]:
+    """Puts recipes in the place of what is cheap to make again.
+
+    Args:
+        gm: the module that holds the graph's submodules; recipes are added to it.
+        graph: the graph; nodes that keep something change in place.
+        inputs: by placeholder name, real or fake.
+        fakes: makes what the graph runs on to be observed.
+        rate: bytes kept that a byte moved is worth.
+
+    Returns:
+        One decision for each value that is not kept any more.
+    """
+    watch, outside = _observe(gm, graph, inputs, fakes)
+    if _put_out_of_place(gm, watch):
+        watch.alive.clear()
+        watch, outside = _observe(gm, graph, inputs, fakes)
+    # Autograd's graph holds the recorder, which must not hold the graph.
+    watch.alive.clear()
+    return _Rewrite(gm, graph, watch, outside, rate).run()
+
+
+def _observe(
+    gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any], fakes: Callable[[], Fakes | None]
+) -> tuple[_Watch, set[int]]:
+    watch, kinds = record(gm, graph, inputs, fakes(), _Watch)
+    assert isinstance(watch, _Watch)
+    watch.env.clear()
+    return watch, set(kinds)
+
+
+def _put_out_of_place(gm: nn.Module, watch: _Watch) -> bool:
+    done = False
+    for node, value in watch.values.items():
+        if not value.changed or len(node.args) != 1 or node.kwargs.keys() - {"inplace"}:
+            continue
+        operand = node.args[0]
+        module = module_of(gm, node)
+        function: Any = _OUT_OF_PLACE.get(type(module)) if module is not None and not _hooked(module) else None
+        if node.op == "call_function" and node.target in _OUT_OF_PLACE.values():
+            function = node.target
+        copies = [s for s, _ in value.kept if s not in value.storages and s not in value.changed]
+        if function is None or not copies or not isinstance(operand, fx.Node) or list(operand.users) != [node]:
+            continue
+        if sum(bool({*value.changed} & {*other.storages}) for other in watch.values.values()) - len(_line(node, watch)) > 1:
+            continue
+        node.op, node.target, node.kwargs = "call_function", function, {}
+        done = True
+    return done
+
+
+def _line(node: fx.Node, watch: _Watch) -> list[fx.Node]:
+    """``node`` and those after it that hand on or change its memory: they see what it returns, in place or not."""
+    line = [node]
+    for one in line:
+        mine = {*watch.values[one].storages}
+        line += [u for u in one.users if u not in line and mine & {*watch.values[u].storages}]
+    return line
+
+
+def _hooked(module: nn.Module) -> bool:
+    return any(
+        getattr(module, h, None) for h in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    )
+
+
+class _Rewrite:
+    """One graph, its values as items of the problem, and the recipes that come of it."""
+
+    def __init__(self, gm: nn.Module, graph: fx.Graph, watch: _Watch, outside: set[int], rate: float) -> None:
+        self.gm, self.graph, self.rate = gm, graph, rate
+        self.values = watch.values
+        self.nodes = list(watch.values)
+        self.position = {node: i for i, node in enumerate(self.nodes)}
+        self.outside = outside
+        self.versions = watch.versions
+        self.writers: dict[int, list[fx.Node]] = {}
+        for node, value in watch.values.items():
+            for storage in value.created | value.changed:
+                self.writers.setdefault(storage, []).append(node)
+        self.programs: dict[str, str] = {}
+        self.masks: dict[fx.Node, fx.Node] = {}
+
+    def run(self) -> list[Decision]:
+        """Solves and rewrites."""
+        items = [self._item(node) for node in self.nodes]
+        demands: dict[int, list[fx.Node]] = {}
+        for node, value in self.values.items():
+            for storage, version in value.kept:
+                owner = self._owner(storage)
+                if owner is not None and version == self.versions[storage]:
+                    item = items[self.position[owner]]
+                    if (item.nbytes or 0) >= _SMALLEST and node not in demands.setdefault(self.position[owner], []):
+                        demands[self.position[owner]].append(node)
+        kept = cheapest(items, sorted(demands), self.rate)
+        recipes = {i: needed(items, kept, i) for i in sorted(demands) if i not in kept}
+        return self._apply({i: sorted(made) for i, made in recipes.items() if made}, demands)
+
+    def _owner(self, storage: int) -> fx.Node | None:
+        """The node whose value is the last content of a storage, if that is a value that can be kept."""
+        writers = self.writers.get(storage)
+        if storage in self.outside or not writers:
+            return None
+        return writers[-1] if self.values[writers[-1]].single is not None else None
+
+    def _item(self, node: fx.Node) -> Item:
+        value = self.values[node]
+        position = self.position[node]
+        if node.op in ("placeholder", "get_attr") or value.plain:
+            return Item(0, None)
+        if all(s in self.outside and not self.writers.get(s) for s in value.storages):
+            return Item(0, None)
+        nbytes: int | None = None
+        mine = value.created | (value.changed & {*value.storages})
+        if value.single is not None and mine and self.writers[next(iter(mine))][-1] is node:
+            nbytes = 0 if next(iter(mine)) in self.outside else value.single[3]
+        factor = self._factor(node)
+        # Who reads memory that was overwritten under another name reads what no recipe of its operand makes.
+        fresh = all(
+            not any(self.position[a] < self.position[w] < position for w in self.writers.get(s, ()))
+            for a in value.operands
+            for s in self.values[a].storages
+        )
+        private = value.changed <= {*value.storages} and not value.changed & self.outside
+        if factor is None or not fresh or not private:
+            return Item(nbytes, None)
+        work = _PER_OP + factor * value.moved if value.created or value.changed else _PER_OP // 8
+        return Item(nbytes, tuple(self.position[a] for a in value.operands), work)
+
+    def _factor(self, node: fx.Node) -> int | None:
+        """How much more than to move bytes the op of ``node`` takes; None if it is not cheap."""
+        if node.op == "call_module":
+            module = module_of(self.gm, node)
+            assert module is not None
+            if _hooked(module) or "forward" in vars(module) or node.kwargs or len(node.args) != 1:
+                return None
+            kind = stock_class(module)
+            if any(not isinstance(vars(module)["_parameters"].get(n), nn.Parameter | None) for n in ("weight", "bias")):
+                return None
+            if (kind is nn.Dropout and module.inplace) or getattr(module, "return_indices", False):
+                return None
+            return _LAYERS.get(kind)
+        if node.op == "call_method":
+            return _FACTORS.get(str(node.target))
+        if node.op != "call_function":
+            return None
+        target: Any = node.target
+        if target is getattr or _drop_arguments(node) is not None or _drops_rows(node):
+            return 2
+        home = getattr(target, "__module__", None)
+        if isinstance(target, torch._ops.OpOverload):
+            name = target._schema.name.rpartition("::")[2] if target.namespace == "aten" else ""
+        elif home is None or home in ("_operator", "math", "torch") or home.startswith(("torch.", "fxmem.ops.")):
+            name = target.__name__.strip("_") if home == "_operator" else target.__name__
+        else:
+            return None
+        return _FACTORS.get(name)
+
+    def _apply(self, recipes: Mapping[int, list[int]], demands: Mapping[int, list[fx.Node]]) -> list[Decision]:
+        decisions = []
+        entries: dict[fx.Node, list[tuple[fx.Node, int, fx.Node | None]]] = {}
+        self._hand_out_masks({self.nodes[m] for made in recipes.values() for m in made})
+        for i, made in recipes.items():
+            owner = self.nodes[i]
+            consumers = sorted(demands[i], key=self.position.__getitem__)
+            recipe = self._recipe(made, consumers[0])
+            for consumer in consumers:
+                entries.setdefault(consumer, []).append((recipe, 0, None if consumer is owner else owner))
+            nbytes = self.values[owner].single[3]  # type: ignore[index]
+            how = " -> ".join(op_name(self.gm, self.nodes[m]) for m in made if not self._is_view(m))
+            decisions.append(
+                Decision(
+                    owner.name,
+                    module_path(owner),
+                    "recompute",
+                    True,
+                    f"not kept: {nbytes} bytes are made again in backward by {how}",
+                    None,
+                    source_of(owner),
+                )
+            )
+        for consumer, found in entries.items():
+            self._consume(consumer, found)
+        return decisions
+
+    def _is_view(self, position: int) -> bool:
+        value = self.values[self.nodes[position]]
+        return not value.created and not value.changed
+
+    def _hand_out_masks(self, made: set[fx.Node]) -> None:
+        """Dropout nodes that are made again return their mask as well."""
+        for node in self.nodes:
+            arguments = _drop_arguments(node)
+            module = module_of(self.gm, node)
+            layer = module is not None and stock_class(module) is nn.Dropout
+            if node not in made or not (arguments is not None or layer or _drops_rows(node)):
+                continue
+            with self.graph.inserting_before(node):
+                if _drops_rows(node):
+                    pair = self._call(runtime.drop_rows, (self._function(node.target), *node.args), dict(node.kwargs))
+                elif layer:
+                    get = self.graph.create_node("get_attr", str(node.target))
+                    pair = self._call(runtime.drop, (get, node.args[0]))
+                else:
+                    assert arguments is not None
+                    pair = self._call(runtime.drop_function, arguments)
+            node.op, node.target = "call_function", operator.getitem
+            node.args, node.kwargs = (pair, 0), {}
+            with self.graph.inserting_after(node):
+                self.masks[node] = self.graph.call_function(operator.getitem, (pair, 1))
+
+    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+        node = self.graph.call_function(function, args, kwargs)
+        node.meta["is_wrapped"] = True
+        return node
+
+    def _recipe(self, made: list[int], before: fx.Node) -> fx.Node:
+        """A node, ahead of ``before``, that makes the recipe for the last value of ``made``."""
+        program = fx.Graph()
+        inside: dict[fx.Node, fx.Node] = {}
+        operands: list[fx.Node] = []
+
+        def operand(node: fx.Node) -> fx.Node:
+            if node not in inside:
+                operands.append(node)
+                with program.inserting_before():
+                    inside[node] = program.placeholder(f"operand_{len(operands)}")
+            return inside[node]
+
+        with self.graph.inserting_before(before):
+            for m in made:
+                node = self.nodes[m]
+                inside[node] = self._step(program, node, operand)
+            program.output((inside[self.nodes[made[-1]]],))
+            name = self._program(program)
+            get = self.graph.create_node("get_attr", f"{RECIPES}.{name}")
+            # Each placeholder was put in front of those before it.
+            return self._call(runtime.recipe, (get, *reversed(operands)))
+
+    def _step(self, program: fx.Graph, node: fx.Node, operand: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        def again(function: Callable[..., Any], *args: fx.Node) -> fx.Node:
+            step = program.call_function(function, args)
+            step.meta["is_wrapped"] = True
+            return step
+
+        if node in self.masks:
+            pair: Any = node.args[0]
+            source = pair.args[0 if pair.target is runtime.drop_function else 1]
+            way = runtime.drop_rows_again if pair.target is runtime.drop_rows else runtime.drop_again
+            return again(way, operand(source), operand(self.masks[node]))
+        module = module_of(self.gm, node)
+        if module is None:
+            args = fx.map_arg(node.args, operand)
+            return program.create_node(node.op, node.target, args, fx.map_arg(node.kwargs, operand))
+        (source,) = node.args
+        assert isinstance(source, fx.Node)
+        layer = self.graph.create_node("get_attr", str(node.target))
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            state = self._call(runtime.batch_norm_state, (layer,))
+            return again(runtime.batch_norm_again, operand(source), operand(state))
+        if isinstance(module, _NORMS):
+            named = {n for n, p in module._parameters.items() if p is not None}
+            tensors = [
+                operand(self.graph.create_node("get_attr", f"{node.target}.{n}")) if n in named else None
+                for n in ("weight", "bias")
+            ]
+            return again(runtime.norm_again, operand(layer), operand(source), *tensors)  # type: ignore[arg-type]
+        return again(runtime.layer_again, operand(layer), operand(source))
+
+    def _program(self, graph: fx.Graph) -> str:
+        """Name of the program among the recipes; equal ones are the same."""
+        graph.lint()
+        program = fx.GraphModule({}, graph, "Recipe")
+        holder = self.gm._modules.setdefault(RECIPES, nn.Module())
+        assert holder is not None
+        key = program.code
+        if key not in self.programs:
+            self.programs[key] = f"program_{len(self.programs)}"
+            holder.add_module(self.programs[key], program)
+        return self.programs[key]
+
+    def _consume(self, node: fx.Node, found: list[tuple[fx.Node, int, fx.Node | None]]) -> None:
+        args: tuple[Any, ...] = node.args
+        function: Any
+        with self.graph.inserting_before(node):
+            if node.op == "call_module":
+                function = self.graph.create_node("get_attr", str(node.target))
+            elif node.op == "call_method":
+                function = str(node.target)
+            else:
+                function = self._function(node.target)
+        kwargs = dict(node.kwargs)
+        node.op, node.target = "call_function", runtime.consume
+        node.args, node.kwargs = (function, tuple(found), args, kwargs), {}
+        node.meta["is_wrapped"] = True
+
+    def _function(self, target: Any) -> fx.Node:
+        """A node for a function, which a graph can pass on as a module only."""
+        holder: Any = self.gm._modules.setdefault(RECIPES, nn.Module())
+        name = "function_" + getattr(target, "__name__", "call").replace(".", "_")
+        while name in holder._modules and holder._modules[name].function is not target:
+            name += "_"
+        if name not in holder._modules:
+            holder.add_module(name, runtime.Function(target))
+        return self.graph.create_node("get_attr", f"{RECIPES}.{name}")
+
+
+def _drops_rows(node: fx.Node) -> bool:
+    """Whether it is torchvision's stochastic depth, with the input as its first argument."""
+    target: Any = node.target
+    home = "torchvision.ops.stochastic_depth"
+    return node.op == "call_function" and getattr(target, "__module__", "") == home and bool(node.args)
+
+
+def _drop_arguments(node: fx.Node) -> tuple[Any, ...] | None:
+    """(input, p, whether it drops) of a call of the function dropout that is not in place."""
+    if node.op != "call_function" or node.target not in (F.dropout, torch.dropout, dropout.dropout, dropout._torch_dropout):
+        return None
+    function: Any = dropout._torch_dropout if node.target in (torch.dropout, dropout._torch_dropout) else dropout.dropout
+    arguments = bound_arguments(function, node)
+    if arguments is None or arguments.get("inplace", False) is not False:
+        return None
+    return arguments["input"], arguments.get("p", 0.5), arguments.get("training", arguments.get("train", True))
