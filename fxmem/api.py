@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 from fxmem.capture import bind_example, check_model
 from fxmem.errors import ArgumentError, CaptureError
+from fxmem.export import export
 from fxmem.passes.optimizer_state import attach
 from fxmem.pipeline import OptimizedModule, placeholders, rewrite
 from fxmem.records import MemoryReport
-from fxmem.regions import optimize_regions, original
+from fxmem.regions import check_kept, optimize_regions, original
 from fxmem.reporting import Options, build_report
 
 _POLICIES = ("exact", "recompute")
-_CAPTURES = ("auto", "symbolic", "regions")
+_CAPTURES = ("auto", "symbolic", "export", "regions")
 
 
 def optimize(
@@ -51,9 +52,12 @@ def optimize(
         policy: ``"exact"``: keep what the derivatives read. ``"recompute"``: of that, do not keep what is cheap to make again
             in backward (outputs of norms, activations, dropout, elementwise ops); needs example inputs, and a graph of the
             whole model. Outputs and gradients are those of eager under both.
-        capture: how to get the graph: ``"symbolic"`` traces the whole model, ``"regions"`` works region by region, ``"auto"``
-            does the second where the first cannot.
-        fullgraph: whether ``"auto"`` raises, naming the line, where it would fall back to regions.
+        capture: how to get the graph. ``"symbolic"`` traces the whole model with ``torch.fx``. ``"export"`` takes
+            ``torch.export``, which needs example inputs and fixes the mode (``train()`` and ``eval()`` refuse to change what
+            the graph depends on), the arguments that are no tensors and all sizes but the batch's. ``"regions"`` works region
+            by region. ``"auto"`` is the first, and the last where that cannot: by regions as little is kept as by export, and
+            the model keeps its interface, its modes and its shapes.
+        fullgraph: whether ``"auto"`` takes export in the place of regions, and raises, naming the line, if that cannot either.
         optimizer: an Adam or AdamW of the model's parameters, fresh or in the middle of a run; the result's ``optimizer`` is
             an Adapprox with its groups, hyperparameters and running state.
 
@@ -80,15 +84,16 @@ def optimize(
     why = None
     if capture != "regions":
         try:
-            gm = OptimizedModule(source, bound)
+            gm = _graph(source, bound, args, kwargs, capture, fullgraph)
         except CaptureError as error:
-            if capture == "symbolic" or fullgraph:
+            if capture != "auto" or fullgraph:
                 raise
             why = error
         else:
             if isinstance(model, OptimizedModule):
                 gm.copy_flags(model)
-            rewrite(gm, None if bound is None else placeholders(gm, bound), policy=policy)
+            rewrite(gm, None if bound is None else placeholders(gm, bound, args, kwargs), policy=policy)
+            check_kept(gm, source, args, kwargs)
             result = gm
     if result is None:
         result = optimize_regions(source, args, kwargs, why=why, flags=model).module
@@ -98,6 +103,31 @@ def optimize(
     if optimizer is not None:
         vars(result)["optimizer"] = attach(result, optimizer)
     return result
+
+
+def _graph(
+    source: nn.Module,
+    bound: dict[str, Any] | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    capture: str,
+    fullgraph: bool,
+) -> OptimizedModule:
+    """The whole model as a graph."""
+    if capture == "export" and bound is None:
+        raise ArgumentError("torch.export needs example inputs.", where="example_args", remedy="Pass the model's inputs.")
+    if capture != "export":
+        try:
+            return OptimizedModule(source, bound)
+        except CaptureError:
+            if capture == "symbolic" or not fullgraph or bound is None:
+                raise
+            try:
+                return OptimizedModule(source, bound, export(source, args, kwargs))
+            except CaptureError:
+                pass  # the error of the symbolic trace names the line
+            raise
+    return OptimizedModule(source, bound, export(source, args, kwargs))
 
 
 def report(

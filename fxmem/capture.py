@@ -184,7 +184,7 @@ class _Tracer(fx.Tracer):
             # An annotation that is not evaluated; older torch takes it for an object to import on unpickling.
             node.type = None
         if node.stack_trace:
-            node.meta["source"] = _source(node.stack_trace)
+            node.meta["source"] = source_line(node.stack_trace)
         return node
 
 
@@ -200,7 +200,7 @@ def _autocast_state() -> tuple[bool, bool, torch.dtype]:
     )
 
 
-def _source(stack_trace: str) -> str | None:
+def source_line(stack_trace: str) -> str | None:
     """``file:line`` of the innermost frame of a recorded stack that is not torch's own."""
     found = None
     for line in stack_trace.splitlines():
@@ -222,7 +222,7 @@ def _paths_of(model: nn.Module) -> dict[int, str]:
 
 
 @contextmanager
-def _recorded_modes(model: nn.Module) -> Iterator[dict[str, bool]]:
+def recorded_modes(model: nn.Module) -> Iterator[dict[str, bool]]:
     """Records which modules' ``training`` flags are read, except by torch's own layers, which read it on every call."""
     paths = _paths_of(model)
     seen: dict[str, bool] = {}
@@ -244,14 +244,20 @@ def _recorded_modes(model: nn.Module) -> Iterator[dict[str, bool]]:
 
 
 @contextmanager
-def _custom_functions_refused() -> Iterator[None]:
-    """While it lasts, tracing does not look into autograd functions of the user's, whose backward it would lose."""
+def custom_functions_refused(operand: type, how: str) -> Iterator[None]:
+    """While it lasts, tracing does not look into autograd functions of the user's, whose backward it would lose.
+
+    Args:
+        operand: what the tracer passes in place of tensors.
+        how: the tracer, for the message.
+    """
     stock = vars(torch.autograd.Function)["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(a, fx.Proxy) for a in tree_leaves((args, kwargs))):
+        own = not cls.__module__.startswith("torch._")
+        if own and any(isinstance(a, operand) for a in tree_leaves((args, kwargs))):
             raise CaptureError(
-                f"{cls.__name__} is an autograd function of its own, whose backward symbolic tracing would lose.",
+                f"{cls.__name__} is an autograd function of its own, whose backward {how} would lose.",
                 remedy="Let the modules around it be optimized one by one (capture='regions').",
             )
         return stock.__func__(cls, *args, **kwargs)
@@ -300,14 +306,14 @@ def _run(tracer: _Tracer, model: nn.Module, concrete: dict[str, Any] | None) -> 
     before = set(vars(model))
     states = {path: _State.of(m) for path, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)}
     try:
-        with _recorded_modes(model) as modes, _custom_functions_refused():
+        with recorded_modes(model) as modes, custom_functions_refused(fx.Proxy, "symbolic tracing"):
             graph = tracer.trace(model, concrete_args=concrete)
     except CaptureError as error:
-        raise CaptureError(error.reason, where=error.where or _blame(error, model), remedy=error.remedy) from error
+        raise CaptureError(error.reason, where=error.where or blame(error, model), remedy=error.remedy) from error
     except Exception as error:
         raise CaptureError(
             f"symbolic tracing cannot follow this code: {_first_line(error)}.",
-            where=_blame(error, model),
+            where=blame(error, model),
             remedy="Wrap it in nn.Sequential, so that it is a layer of a model."
             if tracer.is_leaf_module(model, "")
             else "Make the shape or value it branches on a constant, move the code into a module that torch.fx does not "
@@ -678,7 +684,7 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text[0].partition('. ')[0].rstrip('.')}" if text else type(error).__name__
 
 
-def _blame(error: BaseException, model: nn.Module) -> str:
+def blame(error: BaseException, model: nn.Module) -> str:
     """``file:line (in function)`` of the innermost frame of user code."""
     user = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_USERS)]
     if not user:

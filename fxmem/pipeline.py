@@ -10,9 +10,11 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.graph_module import reduce_graph_module
+from torch.utils._pytree import tree_unflatten
 
 from fxmem.capture import CONSTANTS, Capture, trace
 from fxmem.errors import ArgumentError, CaptureError, FxmemError
+from fxmem.export import Interface
 from fxmem.optim import Adapprox
 from fxmem.passes import base
 from fxmem.passes.fakes import Fakes
@@ -56,16 +58,24 @@ class OptimizedModule(fx.GraphModule):
     notes: tuple[str, ...]
     optimizer: Adapprox | None
 
-    def __init__(self, source: nn.Module, given: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        source: nn.Module,
+        given: Mapping[str, Any] | None = None,
+        exported: tuple[Capture, Interface, nn.Module] | None = None,
+    ) -> None:
         """Captures ``source`` and wraps the graph, with nothing rewritten yet.
 
         Args:
             source: the model.
             given: example inputs by name, which decide what optional arguments are fixed to.
+            exported: what ``fxmem.export.export`` made of it, to be taken in place of a symbolic trace.
         """
-        capture = trace(source, given)
+        capture = trace(source, given) if exported is None else exported[0]
         root = share(source)
         _add_constants(root, capture)
+        if exported is not None and (exported[2]._modules or exported[2]._buffers):
+            root._modules[CONSTANTS] = exported[2]
         try:
             super().__init__(root, capture.graph, type(source).__name__)
         except SyntaxError as error:
@@ -78,6 +88,7 @@ class OptimizedModule(fx.GraphModule):
         self.__dict__.update(
             _source=source,
             # What trace needs of the example inputs: their names, and the values that it fixes.
+            _interface=None if exported is None else exported[1],
             _given=given and {k: v if v is None or isinstance(v, bool | str) else ... for k, v in given.items()},
             decisions=(),
             saved=None,
@@ -120,9 +131,17 @@ class OptimizedModule(fx.GraphModule):
     def recompile(self) -> Any:
         """Generates the code of the graph; where the traced code read train/eval flags, the code checks them first."""
         code = super().recompile()
-        if self.__dict__.get("_modes"):
-            cls = type(self)
-            generated = cls.forward
+        cls = type(self)
+        generated = cls.forward
+        if self.__dict__.get("_interface") is not None:
+
+            def call(self: OptimizedModule, *args: Any, **kwargs: Any) -> Any:
+                interface: Interface = self.__dict__["_interface"]
+                self._check_modes({path: self.get_submodule(path).training for path in self.__dict__["_modes"]})
+                return tree_unflatten(generated(self, *interface.inputs(args, kwargs)), interface.out)
+
+            cls.forward = call
+        elif self.__dict__.get("_modes"):
 
             def forward(self: OptimizedModule, *args: Any, **kwargs: Any) -> Any:
                 if self._stale():
@@ -132,6 +151,29 @@ class OptimizedModule(fx.GraphModule):
 
             cls.forward = forward
         return code
+
+    def train(self, mode: bool = True) -> OptimizedModule:
+        """Sets the train/eval flags.
+
+        Raises:
+            CaptureError: the graph was exported and holds for the other mode alone.
+        """
+        if self.__dict__.get("_interface") is not None:
+            self._check_modes(dict.fromkeys(self.__dict__["_modes"], mode))
+        return super().train(mode)
+
+    def _check_modes(self, now: Mapping[str, bool]) -> None:
+        modes: dict[str, bool] = self.__dict__["_modes"]
+        wrong = [(path, mode) for path, mode in modes.items() if now[path] != mode]
+        if not wrong:
+            return
+        path, mode = wrong[0]
+        raise CaptureError(
+            f"torch.export fixed this module to {'train' if mode else 'eval'} mode, and the graph does not hold for the other.",
+            where=path or self._get_name(),
+            remedy="Optimize the model once in each mode, which share parameters and buffers, or with capture='regions', "
+            "which follows train() and eval().",
+        )
 
     def _stale(self) -> bool:
         modes: dict[str, bool] = self.__dict__["_modes"]
@@ -170,6 +212,12 @@ class OptimizedModule(fx.GraphModule):
         self.recompile()
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self.__dict__["_interface"] is not None:
+            raise CaptureError(
+                "an exported graph cannot be pickled: reading it back would run what does not depend on an input.",
+                where=self._get_name(),
+                remedy="Save the state_dict and optimize again, or use capture='regions', whose result can be pickled.",
+            )
         rebuild, (body, imports) = super().__reduce__()
         del rebuild
         return _unpickle, (body, imports)
@@ -293,7 +341,19 @@ def _input_flags(inputs: Mapping[str, Any]) -> dict[str, bool]:
     return {name: any(t.requires_grad for t in base.tensors_of(value)) for name, value in inputs.items()}
 
 
-def placeholders(gm: fx.GraphModule, bound: Mapping[str, Any]) -> dict[str, Any]:
-    """The bound arguments by the graph's placeholders."""
+def placeholders(
+    gm: OptimizedModule, bound: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of one call by the graph's placeholders.
+
+    Args:
+        gm: the module.
+        bound: the arguments by the names of the model's forward.
+        args: the same by position.
+        kwargs: and by name.
+    """
     targets = [str(node.target) for node in gm.graph.nodes if node.op == "placeholder"]
+    interface: Interface | None = vars(gm)["_interface"]
+    if interface is not None:
+        return dict(zip(targets, interface.inputs(args, kwargs), strict=True))
     return {target: bound[target.lstrip("*")] for target in targets if target.lstrip("*") in bound}

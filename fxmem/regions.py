@@ -34,7 +34,7 @@ from fxmem.passes.grad_flow import grad_flow
 from fxmem.passes.plan import Choice, choices, decide_by_observation, decide_by_structure, stock_class
 from fxmem.passes.selective_save import selective_save
 from fxmem.passes.watch import Watched, watch
-from fxmem.pipeline import share
+from fxmem.pipeline import OptimizedModule, share
 from fxmem.records import Decision, GradFlow, ParameterStatus
 
 
@@ -398,6 +398,30 @@ def optimize_regions(
 def _seen(run: Watched | None) -> Watched:
     assert run is not None, "fake tensors could follow the model as it was"
     return run
+
+
+def check_kept(gm: OptimizedModule, source: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuses an exported graph that keeps more than the model's own code: export undoes checkpoints and some views.
+
+    Args:
+        gm: the graph, rewritten; one that was not exported passes.
+        source: the model.
+        args: example inputs.
+        kwargs: example inputs by name.
+
+    Raises:
+        CaptureError: it keeps more.
+    """
+    if vars(gm)["_interface"] is None or gm.saved is None:
+        return
+    look = _Look(twin_of(source), args, kwargs, lambda: None, [])
+    eager, ours = _seen(look()).saved.kept, gm.saved[1].kept
+    if ours > eager:
+        raise CaptureError(
+            f"the exported graph keeps {ours} bytes for backward and the model's own code {eager}.",
+            where=type(source).__name__,
+            remedy="Use capture='regions', which leaves the model's own code in place.",
+        )
 
 
 class _Look:

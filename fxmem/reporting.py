@@ -232,7 +232,7 @@ def _captured(subject: _Subject, model: nn.Module, notes: list[str]) -> tuple[nn
     if isinstance(model, OptimizedModule):
         gm.copy_flags(model)
     try:
-        seen = rewrite(gm, placeholders(gm, bound), subject.fakes)
+        seen = rewrite(gm, placeholders(gm, bound, subject.args, subject.kwargs), subject.fakes)
         return gm, seen and Graphs(*seen)
     except ArgumentError as error:
         if not subject.options.measured:

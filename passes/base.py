@@ -50,7 +50,29 @@ def attribute(gm: nn.Module, path: str) -> Any:
 
 
 def _by_function() -> dict[Callable[..., object], tuple[Rule, Callable[..., object]]]:
-    return {stock: (rule, ours) for rule in RULES for stock, ours in rule.functions.items()}
+    named = {stock: (rule, ours) for rule in RULES for stock, ours in rule.functions.items()}
+    overloads = {
+        overload: (rule, ours)
+        for rule in RULES
+        for ours in dict.fromkeys((*rule.functions.values(), *rule.methods.values()))
+        for overload in _overloads(ours)
+    }
+    return {**named, **overloads}
+
+
+_SAME = {"self": "input", "train": "training"}
+
+
+def _overloads(ours: Callable[..., object]) -> Iterator[Callable[..., object]]:
+    """The ATen ops of our function's name that take the same arguments in the same order and return one tensor."""
+    packet = getattr(torch.ops.aten, ours.__name__, None)
+    for name in () if packet is None else packet.overloads():
+        overload = getattr(packet, name)
+        schema = overload._schema
+        theirs = [_SAME.get(a.name, a.name) for a in schema.arguments if a.name != "generator"]
+        same = theirs == list(inspect.signature(ours).parameters)[: len(theirs)]
+        if same and len(schema.returns) == 1 and not any(a.is_out for a in schema.arguments):
+            yield overload
 
 
 def _by_method() -> dict[str, tuple[Rule, Callable[..., object]]]:

@@ -18,6 +18,8 @@ from fxmem.records import GradFlow, GradStatus, ParameterStatus
 # What never carries a gradient on: values that are no floating-point tensors, or are cut off on purpose.
 _STOPS_FUNCTIONS = frozenset(
     {
+        torch.ops.aten.detach.default,
+        torch.ops.aten.detach_.default,
         torch.argmax,
         torch.argmin,
         torch.argsort,
@@ -122,6 +124,9 @@ def grad_flow(gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, bool] | None 
 
 
 def _stops(node: fx.Node) -> bool:
+    value = node.meta.get("val")  # as torch.export leaves it
+    if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
+        return True
     if node.op == "call_function":
         if node.target is getattr:
             return node.args[1] in _STOPS_ATTRIBUTES

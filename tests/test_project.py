@@ -21,6 +21,7 @@ ORDER = {
     "ops": 1,
     "optim": 1,
     "capture": 2,
+    "export": 3,
     "render": 2,
     "builtin": 2,
     "passes": 3,
