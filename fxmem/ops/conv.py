@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._prims_common import make_channels_last_strides_for, make_contiguous_strides_for
 from torch.overrides import handle_torch_function
 
 from fxmem.ops.common import (
@@ -27,6 +28,32 @@ from fxmem.ops.common import (
     ntuple,
     weight_trains,
 )
+
+_library = torch.library.Library("fxmem", "FRAGMENT")
+_library.define(
+    "convolution_backward_input(Tensor grad, Tensor weight, SymInt[] size, bool channels_last, SymInt[] stride, "
+    "SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups) -> Tensor",
+    tags=(torch.Tag.flexible_layout,),
+)
+
+
+def _backward_input(grad: Tensor, weight: Tensor, size: list[int], channels_last: bool, *options: Any) -> Tensor:
+    """The gradient of a convolution's input, which kernels compute in the memory format of the input that they get."""
+    strides = make_channels_last_strides_for(size) if channels_last else make_contiguous_strides_for(size)
+    # A kernel makes contiguous what it gets, so on a real device a whole tensor is had more cheaply than an expanded one.
+    if type(grad) is Tensor and grad.device.type == "cpu":
+        stand_in = Layout(tuple(size), tuple(strides), grad.dtype).stand_in(grad)
+    else:
+        stand_in = grad.new_empty_strided(size, strides)
+    result: Tensor = torch.ops.aten.convolution_backward.default(grad, stand_in, weight, None, *options, [True, False, False])[
+        0
+    ]
+    return result
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("convolution_backward_input", _backward_input, _key)
+torch.library.register_fake("fxmem::convolution_backward_input", _backward_input, lib=_library)
 
 
 class _Convolution(torch.autograd.Function):

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from fxmem.ops.common import is_dense
 
@@ -63,10 +64,11 @@ def relu_pack(input: Tensor, inplace: bool) -> tuple[Tensor, Tensor]:
     Returns:
         The output, and what ``pack_nonzero`` makes of it.
     """
-    if inplace:
+    if inplace and not isinstance(input, FunctionalTensor):
         return input, torch.ops.fxmem.relu_pack_(input)
     output, packed = torch.ops.fxmem.relu_pack(input)
-    return output, packed
+    # While AOTAutograd traces, the plain form with a copy: a custom op that mutates would be wrapped, and never decomposed.
+    return input.copy_(output) if inplace else output, packed
 
 
 def unpack(packed: Tensor, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
