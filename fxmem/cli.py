@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fnmatch
+import json
 import logging
 import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 import fxmem
 from fxmem.errors import ArgumentError, FxmemError
 from fxmem.records import Footprint, MemoryReport
-from fxmem.render import as_diff, as_html, as_markdown, as_text, human
+from fxmem.render import as_compilations, as_diff, as_html, as_markdown, as_text, human
 from fxmem.targets import FORMS, load
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -95,6 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--autocast", choices=_DTYPES, help="dtype of autocast")
     where.add_argument("--optimizer", default="AdamW", metavar="NAME", help="Adapprox or one of torch.optim; AdamW by default")
     where.add_argument("--measure", action="store_true", help="run it for real as well and print what the allocator counted")
+    where.add_argument(
+        "--compile", action="store_true", help="print what eager, Inductor and fxmem's backend keep instead, in real runs"
+    )
     what = report.add_argument_group("what is printed")
     what.add_argument("--by", choices=("op", "module", "node"), default="op", help="one line for each of these")
     what.add_argument("--depth", type=_positive, metavar="N", help="with --by module: components of the path to go by")
@@ -131,6 +136,8 @@ def _positive(text: str) -> int:
 def _report(options: argparse.Namespace) -> int:
     if options.diff is not None and options.format != "table":
         raise ArgumentError("a difference is printed as a table alone.", where="--diff", remedy="Leave --format out.")
+    if options.compile:
+        return _compiled(options)
     limit = None if options.fits is None else _bytes(options.fits)
     old = None if options.diff is None else _old(options.diff)
     progress = _progress(options.quiet)
@@ -155,20 +162,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _built(options: argparse.Namespace, progress: Callable[[str], None]) -> MemoryReport:
-    progress(f"building {options.target or 'a residual network'}")
-    target = load(options.target, [_shape(text) for text in options.input or ()], real=options.measure, lora=options.lora)
-    model, inputs = target.model, (target.args, target.kwargs or {})
-    if options.mode:
-        model.train(options.mode == "train")
-    for train, pattern in options.patterns:
-        _set_requires_grad(model, pattern, train)
-    device, dtype = options.device, _DTYPES.get(options.dtype)
-    if options.measure and (device or dtype):
-        model = _moved(model, device, dtype)
-        inputs = tree_map_only(Tensor, lambda t: t.to(device, dtype if t.is_floating_point() else None), inputs)
-        device = dtype = None
-    if options.input_grad:
-        inputs = tree_map_only(Tensor, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t, inputs)
+    model, inputs, device, dtype = _subject(options, progress, real=options.measure)
     return fxmem.report(
         model,
         *inputs,
@@ -180,6 +174,50 @@ def _built(options: argparse.Namespace, progress: Callable[[str], None]) -> Memo
         freezing=options.freezing,
         progress=progress,
     )
+
+
+def _subject(
+    options: argparse.Namespace, progress: Callable[[str], None], *, real: bool
+) -> tuple[nn.Module, Any, str | None, torch.dtype | None]:
+    """The model, its inputs, and the device and dtype to report for, if it is not there already."""
+    progress(f"building {options.target or 'a residual network'}")
+    target = load(options.target, [_shape(text) for text in options.input or ()], real=real, lora=options.lora)
+    model, inputs = target.model, (target.args, target.kwargs or {})
+    if options.mode:
+        model.train(options.mode == "train")
+    for train, pattern in options.patterns:
+        _set_requires_grad(model, pattern, train)
+    device, dtype = options.device, _DTYPES.get(options.dtype)
+    if real and (device or dtype):
+        model = _moved(model, device, dtype)
+        inputs = tree_map_only(Tensor, lambda t: t.to(device, dtype if t.is_floating_point() else None), inputs)
+        device = dtype = None
+    if options.input_grad:
+        inputs = tree_map_only(Tensor, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t, inputs)
+    return model, inputs, device, dtype
+
+
+def _compiled(options: argparse.Namespace) -> int:
+    for name in ("fits", "diff", "measure"):
+        if getattr(options, name):
+            raise ArgumentError("it does not go with --compile.", where=f"--{name}", remedy="Leave one of the two out.")
+    if options.format == "html":
+        raise ArgumentError("with --compile there is no HTML.", where="--format", remedy="Choose table, markdown or json.")
+    # Inductor takes seconds to load, and no other report needs it.
+    from fxmem.compiled import compare
+
+    progress = _progress(options.quiet)
+    with contextlib.redirect_stdout(sys.stderr):
+        model, (args, kwargs), _, _ = _subject(options, progress, real=True)
+        dtype, device = _DTYPES.get(options.autocast), torch.device(options.device or "cpu").type
+        with torch.autocast(device, dtype) if dtype else contextlib.nullcontext():
+            rows = compare(model, args, kwargs, progress=progress)
+    progress("")
+    if options.format == "json":
+        print(json.dumps({"unit": "bytes", "torch": torch.__version__, "rows": [asdict(row) for row in rows]}, indent=1))
+    else:
+        print(as_compilations(rows, markdown=options.format == "markdown"))
+    return 0
 
 
 def _verdict(report: MemoryReport, limit: int) -> tuple[bool, str]:

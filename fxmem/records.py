@@ -153,6 +153,24 @@ class Measurement:
 
 
 @dataclass(frozen=True)
+class Compilation:
+    """One way of running a model.
+
+    Args:
+        name: ``"eager"``, ``"inductor"`` or ``"fxmem"``.
+        graphs: how many graphs with a backward were compiled; 0 for eager.
+        handed: bytes that these hand from forward to backward beyond their inputs and outputs; None for eager. A compiler that
+            lays out otherwise what it returns may keep more, and what passes between graphs is not in it.
+        measured: what the allocator counted.
+    """
+
+    name: str
+    graphs: int
+    handed: int | None
+    measured: Measurement
+
+
+@dataclass(frozen=True)
 class Step:
     """One step of the timeline: a call in the forward pass, or the backward of it.
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from tabulate import tabulate
 
-from fxmem.records import Footprint, MemoryReport, NodeRow, Step
+from fxmem.records import Compilation, Footprint, MemoryReport, NodeRow, Step
 
 By = Literal["node", "module", "op"]
 
@@ -791,3 +791,19 @@ def _ticks(highest: int) -> list[tuple[float, str]]:
 
 def _share(nbytes: int | None, most: int) -> float:
     return round(100 * (nbytes or 0) / most, 2) if most else 0.0
+
+
+def as_compilations(rows: Sequence[Compilation], *, markdown: bool = False) -> str:
+    """Eager and compiled forms of one model side by side, as a table.
+
+    Args:
+        rows: as ``fxmem.compiled.compare`` returns them.
+        markdown: whether to write it in Markdown.
+    """
+    head = ("", "graphs", "handed to backward", "kept, measured", "peak, measured")
+    cells = [
+        (r.name, r.graphs or "", "" if r.handed is None else human(r.handed), human(r.measured.kept), human(r.measured.peak))
+        for r in rows
+    ]
+    form = "pipe" if markdown else "simple"
+    return tabulate(cells, headers=head, tablefmt=form, colalign=("left", *["right"] * 4), disable_numparse=True)

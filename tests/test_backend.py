@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,10 +19,13 @@ from torch.utils.checkpoint import checkpoint
 
 import fxmem
 from fxmem.backend import fxmem_backend
+from fxmem.cli import main
+from fxmem.compiled import compare
 from fxmem.errors import FxmemError
 from fxmem.measure import Run, run
 from fxmem.ops import packing
 from fxmem.ops.decompositions import decompositions
+from fxmem.render import as_compilations
 
 AOT = {"compiler": "aot_eager"}
 # Generated code rounds otherwise than eager's kernels.
@@ -231,6 +235,38 @@ def test_convolution_backward_input(layout: torch.memory_format, groups: int, st
     arguments = (grad, weight, list(x.shape), layout is torch.channels_last, *options)
     assert same(expected, op(*arguments))
     torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_comparison_reads_the_graphs_as_the_allocator_counts() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8), nn.GELU()), x_of(16, 8)
+    eager, inductor, ours = compare(model, (x,))
+    assert (eager.name, eager.graphs, eager.handed) == ("eager", 0, None)
+    for row in (inductor, ours):
+        assert row.graphs == 1
+        assert row.handed == row.measured.kept > 0
+    frozen = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)).requires_grad_(False)
+    _, inductor, ours = compare(frozen, (x_of(1, 16, 4, 4),))
+    assert ours.handed == ours.measured.kept == 0
+    # Copies of weights are made when the graphs are long parted.
+    assert inductor.measured.kept > inductor.handed > 0
+    rows = as_compilations((eager, inductor, ours), markdown=True).splitlines()
+    assert [row.split("|")[1].strip() for row in rows[2:]] == ["eager", "inductor", "fxmem"]
+
+
+def test_command_line(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\n"
+        "def build():\n    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(2, 4)\n"
+    )
+    assert main(["report", f"{path}:build", "--compile", "--quiet", "--format", "json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["unit"] == "bytes"
+    kept = {row["name"]: row["measured"]["kept"] for row in result["rows"]}
+    assert 0 < kept["fxmem"] <= min(kept["eager"], kept["inductor"])
+    for wrong in (["--fits", "1GiB"], ["--format", "html"], ["--measure"]):
+        assert main(["report", f"{path}:build", "--compile", *wrong, "--quiet"]) == 2
+        assert "fxmem: error:" in capsys.readouterr().err
 
 
 # ---- what Dynamo does

@@ -31,6 +31,7 @@ ORDER = {
     "reporting": 6,
     "api": 7,
     "backend": 7,
+    "compiled": 7,
     "targets": 7,
     "": 8,
     "cli": 9,
