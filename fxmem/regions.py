@@ -3,7 +3,8 @@
 The model's own Python code goes on running, in a copy of its modules that shares parameters and buffers, so whatever the model
 can do besides its forward, the copy can. Where a rule speaks of a layer, the layer changes its class. Where it speaks of a
 function that a traceable submodule calls, that submodule's forward runs as a graph, but only in calls of the kind that the
-graph was captured for: for other arguments, flags, attributes, hooks or children, the code it was made of runs.
+graph was captured for: for other arguments, flags, attributes, hooks or children, the code it was made of runs. Where it speaks
+of a function that other code calls, a mode on torch functions puts ours in its place, at the lines where that was seen to save.
 
 Who else keeps a value cannot be seen from one region. With example inputs the whole model is therefore observed, and a mask
 takes a tensor's place only if nobody in it keeps that; without them only if nobody in the region can and it does not leave it.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any
@@ -23,22 +24,76 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.fx.graph_module import _format_import_block, _forward_from_src
+from torch.overrides import TorchFunctionMode
 from torch.package.importer import sys_importer
+from torch.utils._pytree import tree_map_only
 
 from fxmem.capture import CallForm, RegionCapture, has_hooks, trace_region, unchanged
 from fxmem.errors import ArgumentError, CaptureError, RewriteError
 from fxmem.ops.common import Verdict
-from fxmem.passes.base import MODULES, tensors_of
+from fxmem.passes.base import FUNCTIONS, MODULES, tensors_of
 from fxmem.passes.fakes import Fakes
 from fxmem.passes.grad_flow import grad_flow
 from fxmem.passes.plan import Choice, choices, decide_by_observation, decide_by_structure, stock_class
 from fxmem.passes.selective_save import selective_save
-from fxmem.passes.watch import Watched, watch
+from fxmem.passes.watch import SUBSTITUTES, Operand, Place, Watched, caller, top_hooks, watch
 from fxmem.pipeline import OptimizedModule, share
 from fxmem.records import Decision, GradFlow, ParameterStatus
 
 
-class Region:
+class _Forward:
+    """What stands in the place of a module's forward, on the instance."""
+
+    module: nn.Module
+
+    def stock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the class's forward."""
+        forward: Any = type(self.module).forward
+        return forward(self.module, *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        forward: Any = type(self.module).forward
+        return inspect.signature(MethodType(forward, self.module))
+
+
+class Substituted(_Forward):
+    """A module's own forward, in which some calls of torch's functions are calls of ours.
+
+    Args:
+        module: the module; it takes this as its forward.
+        lines: for the name of each function of ours, the lines of code whose calls it takes.
+    """
+
+    def __init__(self, module: nn.Module, lines: Mapping[str, frozenset[str]]) -> None:
+        self.module = module
+        self.lines = lines
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        # Nothing is kept without a graph, and a compiler plans by itself.
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.stock(args, kwargs)
+        with _Substitution(self.lines):
+            return self.stock(args, kwargs)
+
+
+class _Substitution(TorchFunctionMode):
+    def __init__(self, lines: Mapping[str, frozenset[str]]) -> None:
+        super().__init__()
+        self.lines = lines
+        self.hooks = top_hooks()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        ours = SUBSTITUTES.get(func)
+        here = ours is not None and ours.__name__ in self.lines and caller() in self.lines[ours.__name__]
+        # A checkpoint runs again when this mode is gone, and must then do what it did.
+        if here and top_hooks() == self.hooks and torch.is_grad_enabled():
+            func = ours
+        return func(*args, **(kwargs or {}))
+
+
+class Region(_Forward):
     """A submodule's forward, as a graph wherever the graph holds.
 
     Args:
@@ -66,8 +121,7 @@ class Region:
         """The submodule's forward."""
         tensors = self.form.tensors(args, kwargs) if self.holds() else None
         if tensors is None:
-            forward: Any = type(self.module).forward
-            return forward(self.module, *args, **kwargs)
+            return self.stock(args, kwargs)
         return self.code(self.module, *tensors)
 
     def holds(self) -> bool:
@@ -77,11 +131,6 @@ class Region:
             and all(parent._modules.get(name) is m and not has_hooks(m) for parent, name, m in self.inlined)
             and all(unchanged(value, vars(m).get(name)) for m, name, value in self.attributes)
         )
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        forward: Any = type(self.module).forward
-        return inspect.signature(MethodType(forward, self.module))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         twin = object.__new__(type(self))
@@ -122,11 +171,11 @@ def original(model: nn.Module) -> nn.Module:
 
     The copy has the train/eval flags, adapters and whatever else was changed since.
     """
-    if not any(isinstance(vars(m).get("forward"), Region) or stock_class(m) is not type(m) for m in model.modules()):
+    if not any(isinstance(vars(m).get("forward"), _Forward) or stock_class(m) is not type(m) for m in model.modules()):
         return model
     root = twin_of(model)
     for module in root.modules():
-        if isinstance(vars(module).get("forward"), Region):
+        if isinstance(vars(module).get("forward"), _Forward):
             del vars(module)["forward"]
         module.__class__ = stock_class(module)
     return root
@@ -157,13 +206,14 @@ def _rebound(value: Any, memo: Mapping[int, nn.Module]) -> Any:
 
 @dataclass
 class _Part:
-    """A region, or the layers that belong to none: choices that one graph shows.
+    """A region, or the layers or functions that belong to none: choices that one graph shows.
 
     Args:
-        path: of the region; None for the layers.
+        path: of the region; None for the layers and functions.
         holder: root of the graph's paths.
-        graph: the graph; that of the layers is no program, only a list of calls.
+        graph: the graph; that of the layers or functions is no program, only a list of calls.
         captured: the region.
+        places: for each node of a function, where it is called.
         found: the choices.
         flow: which values require grad.
     """
@@ -172,6 +222,7 @@ class _Part:
     holder: nn.Module
     graph: fx.Graph
     captured: RegionCapture | None = None
+    places: dict[str, Place] = field(default_factory=dict)
     found: list[Choice] = field(default_factory=list)
     flow: GradFlow = field(default_factory=lambda: GradFlow({}, {}))
 
@@ -192,6 +243,7 @@ class _Partition:
         self.layers: list[str] = []
         self.failed: dict[str, str] = {}
         self._seen: set[int] = set()
+        self._covered: set[str] = set()
         self._names: set[str] = set()
         self._walk(root, "")
 
@@ -199,7 +251,7 @@ class _Partition:
         if id(module) in self._seen or isinstance(module, torch.jit.ScriptModule):
             return
         self._seen.add(id(module))
-        if any(base in MODULES for base in (stock_class(module), *type(module).__mro__)):
+        if _is_layer(module):
             if self._called(path):
                 self.layers.append(path)
             return
@@ -224,6 +276,7 @@ class _Partition:
             prefix = path.replace(".", "_")
             node._rename(self._unique(node.name if node.name.startswith(prefix) else f"{prefix}_{node.name}"))
         self.regions.append(_Part(path, captured.holder, graph, captured))
+        self._covered |= {path, *captured.inlined}
         self._seen |= {id(m) for m in captured.inlined.values()}
         for node in graph.nodes:
             if node.op == "call_module":
@@ -267,6 +320,38 @@ class _Partition:
         part.flow = grad_flow(self.root, graph, {f"layers_input{needed}": needed for needed in values})
         part.found = choices(self.root, graph, part.flow)
         yield part
+        yield self._functions()
+
+    def _functions(self) -> _Part:
+        """The functions that code outside of regions calls."""
+        graph = fx.Graph()
+        part = _Part(None, self.root, graph)
+        values = {needed: graph.placeholder(f"functions_input{needed}") for needed in (False, True)}
+
+        def node(operand: Operand) -> fx.Node:
+            return values[operand.requires_grad] if operand.parameter is None else graph.get_attr(operand.parameter)
+
+        for place, operands in ({} if self.run is None else self.run.functions).items():
+            owner = self.root.get_submodule(place.path)
+            if place.path in self._covered or "forward" in vars(owner) or not _has_forward(owner) or _is_layer(owner):
+                continue
+            # Under a mode these do not take the fast path that they take without a gradient.
+            if any(isinstance(m, nn.MultiheadAttention | nn.TransformerEncoderLayer) for m in owner.modules()):
+                continue
+            args, kwargs = tree_map_only(Operand, node, operands)
+            try:
+                if place.function in FUNCTIONS:
+                    call = graph.call_function(place.function, args, kwargs)
+                else:
+                    call = graph.call_method(place.function.__name__, args, kwargs)
+            except NotImplementedError:
+                continue  # an argument that no graph takes
+            call.meta["source"] = place.line
+            call._rename(self._unique(f"{place.path.replace('.', '_') or 'root'}_{place.function.__name__.strip('_')}"))
+            part.places[call.name] = place
+        part.flow = grad_flow(self.root, graph, {f"functions_input{needed}": needed for needed in values})
+        part.found = choices(self.root, graph, part.flow)
+        return part
 
     def _inputs(self, part: _Part) -> dict[str, bool] | None:
         if self.run is None or part.path is None:
@@ -277,6 +362,10 @@ class _Partition:
 
     def _needed(self, path: str) -> bool:
         return self.run is None or any(call.requires_grad[:1] == (True,) for call in self.run.calls[path])
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return any(base in MODULES for base in (stock_class(module), *type(module).__mro__))
 
 
 def _place(error: CaptureError) -> str:
@@ -348,6 +437,7 @@ def optimize_regions(
         verdicts = _agreed(parts, verdicts)
         _apply(parts, verdicts)
     else:
+        sites = {name: place for part in parts for name, place in part.places.items()}
         plain = [c.verdict if c.verdict.instead_of is None else Verdict(False, c.verdict.reason) for c in found]
         _apply(parts, plain)
         graphs = {p.path: (p.holder, p.graph, p.captured.form) for p in parts if p.path is not None and p.captured}
@@ -356,7 +446,7 @@ def optimize_regions(
         }
         after = before
         if any(v.apply for v in plain) or any(c.verdict.apply for c in found):
-            after = _seen(look(names, graphs))
+            after = _seen(look(names, graphs, _places(sites, found, plain)))
         broken = after.failed | {
             path: "its graph returns something else than its code"
             for path in graphs
@@ -366,7 +456,8 @@ def optimize_regions(
         _apply(parts, verdicts)
         run_as_graph = {p.path for p, _ in _running(parts, verdicts)}
         if [v.apply for v in verdicts] != [v.apply for v in plain] or run_as_graph:
-            after = _seen(look(names, {path: graph for path, graph in graphs.items() if path in run_as_graph}))
+            used = {path: graph for path, graph in graphs.items() if path in run_as_graph}
+            after = _seen(look(names, used, _places(sites, found, verdicts)))
         for path in after.calls:
             if _returned(before, path) != _returned(after, path):
                 raise RewriteError(
@@ -377,12 +468,16 @@ def optimize_regions(
         seen = (before, after)
     partition.failed |= broken
     running = _running(parts, verdicts)
-    notes += _told(root, partition, [part.path or "" for part, _ in running])
+    substituted = _substituted(parts, verdicts)
+    notes += _told(root, partition, [part.path or "" for part, _ in running], substituted)
     decisions = _decisions(parts, verdicts)
     for part, captured in running:
         assert part.path is not None
         module = root.get_submodule(part.path)
         vars(module)["forward"] = Region(module, captured, part.path)
+    for path, lines in substituted.items():
+        module = root.get_submodule(path)
+        vars(module)["forward"] = Substituted(module, lines)
     vars(root).update(
         {
             "decisions": decisions,
@@ -439,12 +534,17 @@ class _Look:
         self.given = (*tensors_of((args, dict(kwargs))), *root.parameters(), *root.buffers())
         self.real = False
 
-    def __call__(self, names: Mapping[str, str] | None = None, graphs: Mapping[str, Any] | None = None) -> Watched | None:
+    def __call__(
+        self,
+        names: Mapping[str, str] | None = None,
+        graphs: Mapping[str, Any] | None = None,
+        places: Mapping[Place, tuple[str, bool]] | None = None,
+    ) -> Watched | None:
         """One run; None where fake tensors cannot follow the model and there are no others."""
         if not self.real:
             fakes = self.fakes() or Fakes(self.given)
             try:
-                return self._run(fakes, names, graphs)
+                return self._run(fakes, names, graphs, places)
             except Exception as error:
                 depends = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
                 if any(isinstance(t, FakeTensor) or t.device.type == "meta" for t in self.given) or fakes.mode is None:
@@ -456,12 +556,20 @@ class _Look:
                 reason = f"{_func(error)} depends on the data" if depends else f"fake tensors fail ({_line(error)})"
                 self.notes.append(f"{reason}, so the forward was run for real to see who keeps what")
         try:
-            return self._run(None, names, graphs)
+            return self._run(None, names, graphs, places)
         except Exception as error:
             raise _does_not_run(error) from error
 
-    def _run(self, fakes: Fakes | None, names: Any, graphs: Any) -> Watched:
-        return watch(self.root, self.args, self.kwargs, fakes=fakes, describe=CallForm.of, names=names, graphs=graphs)
+    def _run(self, fakes: Fakes | None, names: Any, graphs: Any, places: Any) -> Watched:
+        return watch(
+            self.root, self.args, self.kwargs, fakes=fakes, describe=CallForm.of, names=names, graphs=graphs, places=places
+        )
+
+
+def _places(sites: Mapping[str, Place], found: Sequence[Choice], verdicts: Sequence[Verdict]) -> dict[Place, tuple[str, bool]]:
+    """The sites that functions are, and whether ours runs there."""
+    applied = {c.node.name: v.apply for c, v in zip(found, verdicts, strict=True)}
+    return {place: (name, applied.get(name, False)) for name, place in sites.items()}
 
 
 def _func(error: Exception) -> str:
@@ -540,13 +648,28 @@ def _running(parts: Sequence[_Part], verdicts: Sequence[Verdict]) -> list[tuple[
     return running
 
 
+def _substituted(parts: Sequence[_Part], verdicts: Sequence[Verdict]) -> dict[str, dict[str, frozenset[str]]]:
+    """For each module whose code calls functions that are rewritten, the lines of each."""
+    rest = iter(verdicts)
+    found: dict[str, dict[str, set[str]]] = {}
+    for part in parts:
+        for choice in part.found:
+            verdict = next(rest)
+            place = part.places.get(choice.node.name)
+            if place is not None and verdict.apply:
+                ours = SUBSTITUTES[place.function].__name__
+                found.setdefault(place.path, {}).setdefault(ours, set()).add(place.line)
+    return {path: {name: frozenset(lines) for name, lines in table.items()} for path, table in found.items()}
+
+
 def _decisions(parts: Sequence[_Part], verdicts: Sequence[Verdict]) -> tuple[Decision, ...]:
     rest = iter(verdicts)
     made = []
     for part in parts:
         for choice in part.found:
             decision = choice.decision(next(rest))
-            made.append(replace(decision, module=decision.module or part.path or ""))
+            place = part.places.get(choice.node.name)
+            made.append(replace(decision, module=decision.module or (place.path if place else part.path) or ""))
         for path, reason in () if part.captured is None else part.captured.capture.opaque.items():
             made.append(Decision(path, path, "module", False, reason, None, None))
     return tuple(made)
@@ -562,7 +685,7 @@ def _flow(parts: Sequence[_Part]) -> GradFlow:
     return GradFlow(nodes, parameters)
 
 
-def _told(root: nn.Module, partition: _Partition, running: Sequence[str]) -> list[str]:
+def _told(root: nn.Module, partition: _Partition, running: Sequence[str], substituted: Iterable[str]) -> list[str]:
     """What became of the parts, and why they are not larger, one line for each kind of module."""
     kinds: dict[tuple[str, str], list[str]] = {}
     regions = [part.path or "" for part in partition.regions]
@@ -571,6 +694,8 @@ def _told(root: nn.Module, partition: _Partition, running: Sequence[str]) -> lis
         kinds.setdefault((type(root.get_submodule(path)).__name__, how), []).append(path)
     for path, reason in partition.failed.items():
         kinds.setdefault((type(root.get_submodule(path)).__name__, f"no region: {reason}"), []).append(path)
+    for path in substituted:
+        kinds.setdefault((type(root.get_submodule(path)).__name__, "its own code, with functions of ours"), []).append(path)
     for path in partition.layers:
         kinds.setdefault((stock_class(root.get_submodule(path)).__name__, "a layer by itself"), []).append(path)
     return [

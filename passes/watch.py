@@ -1,4 +1,4 @@
-"""Observation of a model without a graph: how its modules are called, what they return, and what each keeps.
+"""Observation of a model without a graph: how its modules and functions are called, what they return, and what each keeps.
 
 The model itself runs forward, on fake tensors or, where those cannot follow it, for real and without keeping anything: what
 autograd asks to keep is noted and let go. A module may run as a graph meanwhile, whose nodes are then told apart. Requires a
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from fxmem.passes.base import op_name, storages_of, tensors_of
+from fxmem.passes.base import FUNCTIONS, METHODS, op_name, storages_of, tensors_of
 from fxmem.passes.faithful import faithful
 from fxmem.passes.fakes import Fakes
 from fxmem.passes.saved_tensors import fresh_functions, hooks_off, mutable, saved_numbers
@@ -42,6 +44,57 @@ class Called:
     returned: Any = None
 
 
+SUBSTITUTES: dict[Any, Callable[..., Any]] = {
+    **{stock: ours for stock, (_, ours) in FUNCTIONS.items()},
+    **{getattr(Tensor, name): ours for name, (_, ours) in METHODS.items()},
+}
+"""Our function for each of torch's functions and tensor methods, as a mode on torch functions gets to see them."""
+
+# Where torch's functions live: who calls them is beyond.
+_CALLEES = tuple(m.__file__ for m in (torch.overrides, torch.nn.functional, torch._jit_internal, torch._tensor))
+
+
+def caller() -> str:
+    """``file:line`` of the code that calls a function of torch."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename in _CALLEES:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def top_hooks() -> Any:
+    """The saved-tensor hooks in force, such as a checkpoint's, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module's code calls a function that a rule speaks of.
+
+    Args:
+        path: the innermost module.
+        function: the function, as a mode gets to see it.
+        line: ``file:line`` of the call.
+    """
+
+    path: str
+    function: Any
+    line: str
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor among the arguments of a function.
+
+    Args:
+        parameter: its name, if it is a parameter or buffer.
+        requires_grad: whether it requires grad.
+    """
+
+    parameter: str | None
+    requires_grad: bool
+
+
 @dataclass
 class Watched:
     """What one run showed.
@@ -50,11 +103,13 @@ class Watched:
         saved: what is kept, by site: the name given to a module, the node of a graph, else the innermost module's path.
         calls: the calls of each module, by path.
         failed: modules that did not run as the graph they were given, by path, with the reason.
+        functions: for each place, the arguments of a call there, ``Operand`` for tensors, of one that needs a gradient if any.
     """
 
     saved: SavedTensors
     calls: dict[str, list[Called]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    functions: dict[Place, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
 
 
 class _Serials:
@@ -90,13 +145,20 @@ class _Nodes(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         kind = op_name(self.module, n)
-        with self.run_of.at(n.name, str(n.target) if n.op == "call_module" else self.run_of.site[1], kind):
+        path = str(n.target) if n.op == "call_module" else self.run_of.site[1]
+        with self.run_of.at(n.name, path, kind, closed=True):
             return super().run_node(n)
 
 
 class _Run:
-    def __init__(self, names: Mapping[str, str], describe: Callable[..., Any]) -> None:
+    def __init__(
+        self, names: Mapping[str, str], places: Mapping[Place, tuple[str, bool]], describe: Callable[..., Any]
+    ) -> None:
         self.names = names
+        self.places = places
+        self.tensors: dict[int, str] = {}
+        self.functions: dict[Place, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self.closed = False
         self.describe = describe
         self.site = ("", "", "")
         self.serials = _Serials()
@@ -105,12 +167,27 @@ class _Run:
         self.failed: dict[str, str] = {}
 
     @contextmanager
-    def at(self, name: str, module: str, op: str) -> Iterator[None]:
-        old, self.site = self.site, (name, module, op)
+    def at(self, name: str, module: str, op: str, *, closed: bool) -> Iterator[None]:
+        """While it lasts, what is kept is this site's; one that is closed is a unit, whose functions do not count."""
+        old, self.site, was, self.closed = self.site, (name, module, op), self.closed, closed
         try:
             yield
         finally:
-            self.site = old
+            self.site, self.closed = old, was
+
+    def call(self, function: Any, line: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function that a rule speaks of from a module's code."""
+        place = Place(self.site[1], function, line)
+        operands = tree_map_only(Tensor, self._operand, (args, kwargs))
+        if place not in self.functions or any(isinstance(o, Operand) and o.requires_grad for o in tree_flatten(operands)[0]):
+            self.functions[place] = operands
+        kind = getattr(function, "__name__", "function")
+        name, ours = self.places.get(place, (f"{place.path or 'the model'}.{kind}", False))
+        with self.at(name, place.path, kind, closed=True):
+            return (SUBSTITUTES[function] if ours else function)(*args, **kwargs)
+
+    def _operand(self, tensor: Tensor) -> Operand:
+        return Operand(self.tensors.get(id(tensor)), tensor.requires_grad)
 
     def pack(self, tensor: Tensor) -> None:
         name, module, op = self.site
@@ -134,7 +211,8 @@ class _Run:
             self.calls.setdefault(path, []).append(called)
             op = type(module).__name__.removeprefix("Selective")
             inside = self.site[2] and self.site[1] == path
-            with self.at(*(self.site if inside else (name or path or "the model itself", path, op))):
+            site = self.site if inside else (name or path or "the model itself", path, op)
+            with self.at(*site, closed=inside or name is not None):
                 tensors = None if graph is None else graph[2].tensors(args, kwargs)
                 result = (
                     stock(*args, **kwargs) if tensors is None else self._as_graph(path, stock, graph, tensors, args, kwargs)
@@ -165,6 +243,23 @@ class _Run:
             return stock(*args, **kwargs)
 
 
+class _Functions(TorchFunctionMode):
+    """Shows the run what functions the code of modules calls, outside of checkpoints."""
+
+    def __init__(self, run: _Run) -> None:
+        super().__init__()
+        self.run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in SUBSTITUTES or self.run.closed or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        hooks = top_hooks()
+        if hooks is None or hooks[0] != self.run.pack:
+            return func(*args, **kwargs)
+        return self.run.call(func, caller(), args, kwargs)
+
+
 def watch(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -174,6 +269,7 @@ def watch(
     describe: Callable[..., Any],
     names: Mapping[str, str] | None = None,
     graphs: Mapping[str, tuple[nn.Module, fx.Graph, Any]] | None = None,
+    places: Mapping[Place, tuple[str, bool]] | None = None,
 ) -> Watched:
     """Runs the model forward and records what is kept, and how its modules are called.
 
@@ -186,9 +282,10 @@ def watch(
         names: sites that modules are, by path.
         graphs: modules to run as a graph: (root of its paths, graph, an object whose ``tensors(args, kwargs)`` gives what to
             call it with, or None where a call is of another form).
+        places: sites that calls of functions are, and whether our function runs there.
     """
     graphs = graphs or {}
-    run = _Run(names or {}, describe)
+    run = _Run(names or {}, places or {}, describe)
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     copies: dict[int, Tensor] = {}
 
@@ -217,7 +314,8 @@ def watch(
         stack.callback(_restore, modules, own)
         for path, module in modules:
             vars(module)["forward"] = run.watched(path, module, graphs.get(path))
-        with torch.autograd.graph.saved_tensors_hooks(run.pack, _nothing):
+        run.tensors = {id(t): name for name, t in state.items()}
+        with torch.autograd.graph.saved_tensors_hooks(run.pack, _nothing), _Functions(run):
             output = model(*args, **kwargs)
     outputs = list(tensors_of(output))
     if fakes is not None:
@@ -235,7 +333,7 @@ def watch(
         SavedTensor(t.node, t.module, t.op, t.shape, t.dtype, t.storage, t.nbytes, kinds.get(t.storage, t.kind))
         for t in run.packed
     )
-    return Watched(SavedTensors(saved), run.calls, run.failed)
+    return Watched(SavedTensors(saved), run.calls, run.failed, run.functions)
 
 
 class _Known(dict[int, Any]):

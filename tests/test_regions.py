@@ -288,6 +288,97 @@ def test_checkpoints_in_a_forward(reentrant: bool) -> None:
     assert ours.measurement.kept < eager.measurement.kept
 
 
+class Functional(nn.Module):
+    """Functions in code that no graph follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Conv1d(8, 8, 1) for _ in range(3))
+        self.p = 0.5
+
+    def forward(self, x: Tensor, keep: bool = False, steps: int = 1) -> Any:
+        if x.sum() > 1e9:
+            return x
+        x = F.dropout(F.relu(self.first(x)), self.p, self.training)
+        for _ in range(steps):
+            x = self.second(x).relu()
+        y = F.relu(self.third(x))
+        x = F.max_pool1d(y.exp(), 2)
+        return (x, y) if keep else x
+
+
+def test_functions_in_code_without_a_graph() -> None:
+    model = Functional().requires_grad_(False)
+    optimized: Any = fxmem.optimize(model, (X,))
+    assert type(optimized) is Functional
+    assert inspect.signature(optimized.forward) == inspect.signature(model.forward)
+    assert {d.op for d in optimized.decisions if d.rewritten and d.source} == {"relu", "dropout", "max_pool"}
+    assert all((d.source or __file__).startswith(__file__) for d in optimized.decisions)
+    assert any("its own code, with functions of ours" in note for note in optimized.notes)
+    _, ours = compare(model, optimized, (X,))
+    # The third ReLU hands its output on to an exponential, which keeps its own output alone.
+    elements = X.numel()
+    assert ours.measurement.kept == 4 * elements // 8 + 4 * elements + elements // 2
+    for kwargs in ({"steps": 3}, {"keep": True}, {"keep": True, "steps": 0}):
+        compare(model, optimized, (X,), kwargs)
+    kept: Any = fxmem.optimize(model, (X,), {"keep": True})
+    compare(model, kept, (X,), {"keep": True})
+    assert [d.rewritten for d in kept.decisions if d.op == "relu"] == [True, True, False]
+    for change in (lambda m: m.eval(), lambda m: m.train(), lambda m: setattr(m, "p", 0.1)):
+        change(model)
+        change(optimized)
+        compare(model, optimized, (X,))
+    for twin in (copy.deepcopy(optimized), pickle.loads(pickle.dumps(optimized))):
+        _, theirs = compare(model, twin, (X,))
+        assert theirs.measurement.kept == ours.measurement.kept
+    model.requires_grad_(True)
+    compare_runs(run(model, (X,)), run(optimized, (X,)))
+    with torch.no_grad():
+        assert torch.equal(model.eval()(X), optimized.eval()(X))
+    report = fxmem.report(optimized, (X,), {"keep": True}, measured=True)
+    assert report.measured is not None
+    assert report.measured[0].kept == report.eager.kept
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_functions_under_a_checkpoint_stay_what_they_are(reentrant: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv1d(8, 8, 1), nn.Conv1d(8, 8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum() > 1e9:
+                return x
+
+            def part(t: Tensor) -> Tensor:
+                return self.second(F.dropout(self.first(t), 0.5, self.training)).relu()
+
+            x = part(x) + checkpoint(part, x, use_reentrant=reentrant)
+            return F.relu(x).exp()
+
+    model = Model()
+    optimized = fxmem.optimize(model, (X,))
+    eager, ours = compare(model, optimized, (X,))
+    assert ours.measurement.kept < eager.measurement.kept
+
+
+def test_attention_keeps_its_fast_path() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+            self.head = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.encoder(x)
+            return F.relu(self.head(y)).exp() if y.sum() < 1e9 else y
+
+    model, x = Model().eval(), torch.randn(2, 5, 8)
+    model.encoder.requires_grad_(False)
+    compare(model, fxmem.optimize(model, (x,)), (x,))
+
+
 @dataclass
 class Output:
     loss: Tensor
