@@ -2,7 +2,7 @@
 
 ``drop_shape_only``: backward ops let go of the inputs that they read only for their shape. The edge from such an input to
 backward would make the partitioner keep it, wherever the derivative came from: our own autograd functions or torch's.
-Convolution's gradient with respect to its input becomes an op that has no input; a pool's gets an empty tensor, of which
+Convolution's gradient with respect to its input becomes an op that has no input; the others get an empty tensor, of which
 compilers see the shape alone.
 
 ``remake``: partitioners do not know that the inputs and outputs of a forward are alive anyway. A cast, a comparison or a view
@@ -69,7 +69,7 @@ def drop_shape_only(graph: fx.Graph, channels_last: bool = False) -> bool:
         if node.target is aten.convolution_backward.default:
             changed |= _convolution(graph, node, channels_last)
         elif node.target in _SHAPE_ONLY:
-            changed |= _pool(graph, node, _SHAPE_ONLY[node.target])
+            changed |= _empty(graph, node, _SHAPE_ONLY[node.target])
     if changed:
         graph.eliminate_dead_code()
         graph.lint()
@@ -89,14 +89,15 @@ def _convolution(graph: fx.Graph, node: Any, channels_last: bool) -> bool:
         return False
     if value.dim() == 4:
         channels_last = channels_last or torch._prims_common.suggest_memory_format(value) is torch.channels_last
+    if needs_bias and 2 in users:
+        # The same kernel as eager's, which sums up the bias's gradient in its own order.
+        return _empty(graph, node, 1)
+    if not needs_input or 0 not in users:
+        return False
     with graph.inserting_before(node):
-        if needs_input and 0 in users:
-            op = torch.ops.fxmem.convolution_backward_input.default
-            args = (grad, weight, _sizes(graph, input, value), channels_last and value.dim() == 4, *options)
-            users[0].replace_all_uses_with(_call(graph, node, op, args))
-        if needs_bias and 2 in users:
-            dims = [d for d in range(value.dim()) if d != 1]
-            users[2].replace_all_uses_with(_call(graph, node, aten.sum.dim_IntList, (grad, dims)))
+        op = torch.ops.fxmem.convolution_backward_input.default
+        arguments = (grad, weight, _sizes(graph, input, value), channels_last and value.dim() == 4, *options)
+        users[0].replace_all_uses_with(_call(graph, node, op, arguments))
     return True
 
 
@@ -115,7 +116,7 @@ def _laid_out(graph: fx.Graph, node: Any) -> Any:
     return new
 
 
-def _pool(graph: fx.Graph, node: Any, index: int) -> bool:
+def _empty(graph: fx.Graph, node: Any, index: int) -> bool:
     input = node.args[index]
     value = _value(input)
     if value is None or input.target is aten.empty_strided.default:

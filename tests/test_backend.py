@@ -269,6 +269,57 @@ def test_command_line(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None
         assert "fxmem: error:" in capsys.readouterr().err
 
 
+class _Outputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        y = F.relu(self.conv(x))
+        return {"a": y, "b": (F.hardtanh(y * 3, -0.5, 0.5, True).transpose(1, 2), x.abs()), "n": 3}
+
+
+class _InPlace(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        z = y.view(2, -1)
+        F.hardtanh_(y)
+        z.add_(1)
+        return F.leaky_relu_(z, 0.1), y * 2
+
+
+_FORMS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "1-d": lambda: (nn.Sequential(nn.Conv1d(3, 8, 3), nn.LeakyReLU(), nn.AvgPool1d(2), nn.Conv1d(8, 8, 3)), x_of(2, 3, 20)),
+    "3-d": lambda: (
+        nn.Sequential(nn.Conv3d(3, 4, 3), nn.ReLU(), nn.MaxPool3d(2), nn.ConvTranspose3d(4, 2, 2), nn.Hardtanh()),
+        x_of(2, 3, 6, 6, 6),
+    ),
+    "outputs": lambda: (_Outputs(), x_of()),
+    "in place": lambda: (_InPlace(), x_of()),
+    "unbatched": lambda: (nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)), x_of(3, 8, 8)),
+    "empty": lambda: (nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)), x_of(0, 3, 8, 8)),
+    "padding": lambda: (nn.Sequential(nn.Conv2d(3, 8, 4, padding="same"), nn.ReLU6(), nn.AdaptiveMaxPool2d(2)), x_of()),
+    "bfloat16": lambda: (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Hardshrink()).bfloat16(), x_of(dtype=torch.bfloat16)),
+    "float64": lambda: (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Softshrink()).double(), x_of(dtype=torch.float64)),
+    "channels last": lambda: (
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AvgPool2d(2)).to(memory_format=torch.channels_last),
+        x_of().detach().to(memory_format=torch.channels_last).requires_grad_(),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", _FORMS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_forms(form: str, bias: bool) -> None:
+    """Bitwise eager's, and no more kept; with biases alone training too."""
+    model, x = _FORMS[form]()
+    model.eval()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(bias and name.endswith("bias"))
+    eager, ours = agree(model, compiled(model), (x,))
+    assert ours.measurement.kept <= eager.measurement.kept
+
+
 # ---- what Dynamo does
 
 
@@ -307,7 +358,7 @@ def test_regions_compiled_on_their_own() -> None:
     assert same(eager.gradients["input 0"], ours.gradients["input 0"])
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_dynamic_shapes(compiler: str) -> None:
     model = convs()
     fast = compiled(model, compiler, dynamic=True)
@@ -347,7 +398,7 @@ def test_flags_flip() -> None:
         assert same(model(x), fast(x))
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_autocast(compiler: str) -> None:
     model, x = nn.Sequential(convs(), nn.Flatten(), nn.Linear(64, 8).requires_grad_(False)), x_of()
     double = copy.deepcopy(model).double()
@@ -408,7 +459,7 @@ def test_caches(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         agree(model, compiled(model, "inductor"), (x,), exact=False)
 
 
-@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("inductor", marks=pytest.mark.slow), "aot_eager"])
 def test_optimized_module_compiles(backend: str) -> None:
     model, x = convs(), x_of()
     optimized = fxmem.optimize(model, (x,))
