@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,6 +29,7 @@ def optimize(
     example_kwargs: Mapping[str, Any] | None = None,
     *,
     policy: str = "exact",
+    budget: int | float | str | None = None,
     capture: str = "auto",
     fullgraph: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
@@ -52,6 +54,9 @@ def optimize(
         policy: ``"exact"``: keep what the derivatives read. ``"recompute"``: of that, do not keep what is cheap to make again
             in backward (outputs of norms, activations, dropout, elementwise ops); needs example inputs, and a graph of the
             whole model. Outputs and gradients are those of eager under both.
+        budget: most bytes alive at once over forward and backward, as ``measure`` counts them: a number, a text such as
+            ``"8GiB"``, or as a float a fraction of eager's peak. What the policy ``"recompute"`` would keep is then made again
+            as far as that takes, matrix products and convolutions included, at the least extra work.
         capture: how to get the graph. ``"symbolic"`` traces the whole model with ``torch.fx``. ``"export"`` takes
             ``torch.export``, which needs example inputs and fixes the mode (``train()`` and ``eval()`` refuse to change what
             the graph depends on), the arguments that are no tensors and all sizes but the batch's. ``"regions"`` works region
@@ -62,7 +67,8 @@ def optimize(
             an Adapprox with its groups, hyperparameters and running state.
 
     Raises:
-        ArgumentError: not a module, a ScriptModule, an unknown policy, or inputs that do not fit the model.
+        ArgumentError: not a module, a ScriptModule, an unknown policy, inputs that do not fit the model, or a budget that no
+            plan meets; it names the smallest peak that one does.
         CaptureError: the forward does what a graph cannot express, and regions are ruled out.
         RewriteError: the rewritten graph failed its checks.
         OptimizerError: the optimizer cannot be turned into Adapprox, or is another model's.
@@ -76,9 +82,12 @@ def optimize(
     kwargs = dict(example_kwargs or {})
     source = model.source() if isinstance(model, OptimizedModule) else original(model)
     bound = bind_example(source, args, kwargs) if args or kwargs else None
-    if policy != "exact" and bound is None:
+    limit = _budget(budget)
+    if (policy != "exact" or limit is not None) and bound is None:
         raise ArgumentError(
-            f"the policy {policy!r} plans in bytes.", where="example_args", remedy="Pass example inputs, real or fake."
+            f"{f'the policy {policy!r}' if limit is None else 'a budget'} plans in bytes.",
+            where="example_args",
+            remedy="Pass example inputs, real or fake.",
         )
     result: nn.Module | None = None
     why = None
@@ -92,11 +101,17 @@ def optimize(
         else:
             if isinstance(model, OptimizedModule):
                 gm.copy_flags(model)
-            rewrite(gm, None if bound is None else placeholders(gm, bound, args, kwargs), policy=policy)
+            rewrite(gm, None if bound is None else placeholders(gm, bound, args, kwargs), policy=policy, budget=limit)
             check_kept(gm, source, args, kwargs)
             result = gm
     if result is None:
         result = optimize_regions(source, args, kwargs, why=why, flags=model).module
+        if limit is not None:
+            raise ArgumentError(
+                f"a budget needs a graph of the whole model, and there is none: {why or 'capture is regions'}",
+                where="budget",
+                remedy="Leave it out, or make the model traceable.",
+            )
         if policy != "exact":
             note = f"the policy {policy!r} needs a graph of the whole model, so everything went by the policy 'exact'"
             vars(result)["notes"] = (*vars(result)["notes"], note)
@@ -201,6 +216,30 @@ def _dtype(where: str, dtype: torch.dtype | str | None) -> torch.dtype | None:
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ArgumentError(f"{dtype!r} is no floating-point dtype.", where=where, remedy="Pass torch.bfloat16 or the like.")
     return found
+
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+
+
+def _budget(value: int | float | str | None) -> int | float | None:
+    """Bytes, or a fraction."""
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and value > 0):
+        if isinstance(value, float) and value > 1:
+            raise ArgumentError(
+                f"{value!r} as a fraction is more than eager takes.", where="budget", remedy="Pass bytes as an int or a text."
+            )
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?\s*", value) if isinstance(value, str) else None
+    if match is None or not float(match[1]):
+        raise ArgumentError(
+            f"{value!r} is no amount of memory.", where="budget", remedy='Pass bytes, "8GiB" or the like, or a fraction of 1.'
+        )
+    return int(float(match[1]) * _UNITS[match[2] or "B"])
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

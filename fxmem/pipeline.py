@@ -17,8 +17,11 @@ from fxmem.errors import ArgumentError, CaptureError, FxmemError
 from fxmem.export import Interface
 from fxmem.optim import Adapprox
 from fxmem.passes import base
+from fxmem.passes.base import tensors_of
+from fxmem.passes.budget import fit
 from fxmem.passes.fakes import Fakes
 from fxmem.passes.grad_flow import grad_flow
+from fxmem.passes.lifetimes import follow
 from fxmem.passes.plan import choices, decide_by_observation, decide_by_structure
 from fxmem.passes.recompute import RECIPES, recompute
 from fxmem.passes.saved_tensors import Observation, observe
@@ -260,6 +263,7 @@ def rewrite(
     inputs: Mapping[str, Any] | None,
     fakes: Callable[[], Fakes | None] = lambda: None,
     policy: str = "exact",
+    budget: int | float | None = None,
 ) -> tuple[Observation, Observation] | None:
     """Runs analysis, plan and rewrite over a freshly captured module.
 
@@ -268,6 +272,7 @@ def rewrite(
         inputs: example inputs by placeholder, real or fake; None to go by structure alone.
         fakes: makes what each observation runs on; fake tensors on the devices of the real ones by default.
         policy: ``"exact"`` or, with example inputs, ``"recompute"``.
+        budget: most bytes alive at once, or a fraction of eager's peak.
 
     Returns:
         What was observed before and after, or None where structure alone decided.
@@ -290,7 +295,9 @@ def rewrite(
         selective_save(gm, graph, found, plain)
         verdicts = decide_by_observation(found, observe(gm, graph, inputs, fakes()).saved)
         selective_save(gm, graph, found, verdicts)
-        if policy == "recompute":
+        if budget is not None:
+            graph, again = _fit(gm, graph, inputs, fakes, budget)
+        elif policy == "recompute":
             again = recompute(gm, graph, inputs, fakes)
         final = observe(gm, graph, inputs, fakes())
         check_metadata(stock.metadata, final.metadata)
@@ -308,6 +315,32 @@ def rewrite(
     )
     gm.recompile()
     return seen
+
+
+def _fit(
+    gm: OptimizedModule,
+    graph: fx.Graph,
+    inputs: Mapping[str, Any],
+    fakes: Callable[[], Fakes | None],
+    budget: int | float,
+) -> tuple[fx.Graph, list[Decision]]:
+    """The graph that fits a budget; its decisions, and a note of the plan."""
+    if isinstance(budget, float):
+        given = (*tensors_of(inputs), *gm.parameters(), *gm.buffers())
+        args = [v for name, value in inputs.items() if name.startswith("*") for v in value]
+        named = {name: value for name, value in inputs.items() if not name.startswith("*")}
+        source = gm.source()
+        with _flags_of(gm, source):
+            peak = follow(source, args, named, fakes() or Fakes(given)).footprint.peak
+        budget = int(budget * (peak or 0))
+    outcome = fit(gm, graph, inputs, fakes, budget)
+    gm._modules.pop(RECIPES, None)
+    if outcome.recipes is not None:
+        gm._modules[RECIPES] = outcome.recipes
+    gm.graph = outcome.graph
+    note = f"budget of {budget} bytes: a peak of {outcome.peak} is planned, at {outcome.extra:.1%} more work, by estimate"
+    gm.__dict__["notes"] = (*gm.notes, note)
+    return gm.graph, outcome.decisions
 
 
 def _later(verdict: Any) -> Any:

@@ -213,3 +213,47 @@ class _Search:
         nbytes = sum(self.items[k].nbytes or 0 for k in self.kept)
         work = sum(self.items[m].work for made in self.made.values() for m in made or ())
         return nbytes + self.rate * work
+
+
+def selection(items: Sequence[Item], wanted: Collection[int], rate: float) -> tuple[frozenset[int], frozenset[int]]:
+    """What to keep and what to make if all that is made is made once, and held until it is used.
+
+    A value is needed (``n``) and perhaps made (``u``), and costs ``bytes * (n - u) + rate * work * u``; ``u`` requires ``n``,
+    and the ``n`` of all that it is made of. To choose the ones at least cost under "requires" is a closure problem, which a
+    minimum cut solves.
+
+    Args:
+        items: the values, each after those that it is made of.
+        wanted: what backward reads; each can be kept or made.
+        rate: bytes kept that a byte moved is worth.
+
+    Returns:
+        What is kept, and what is made.
+    """
+    near = sorted(_upstream(items, wanted, ()))
+    work = {i: round(rate * items[i].work * _SCALE) for i in near}
+    # What cannot be kept costs more than everything else together.
+    most = 1 + sum(work.values()) + sum((items[i].nbytes or 0) * _SCALE for i in near)
+    graph: Any = nx.DiGraph()
+    graph.add_nodes_from(("source", "sink"))
+    for i in near:
+        item = items[i]
+        nbytes = most if item.nbytes is None else item.nbytes * _SCALE
+        graph.add_edge((i, "n"), "sink", capacity=nbytes)
+        if item.sources is None:
+            continue
+        price = work[i] - nbytes
+        if price > 0:
+            graph.add_edge((i, "u"), "sink", capacity=price)
+        else:
+            graph.add_edge("source", (i, "u"), capacity=-price)
+        for required in (i, *item.sources):
+            graph.add_edge((i, "u"), (required, "n"))
+    for i in wanted:
+        graph.add_edge("source", (i, "n"))
+    _, (chosen, _) = nx.minimum_cut(graph, "source", "sink")
+    made = frozenset(i for i in near if (i, "u") in chosen)
+    return frozenset(i for i in near if (i, "n") in chosen and i not in made), made
+
+
+_SCALE = 64

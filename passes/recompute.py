@@ -22,13 +22,14 @@ Requires a graph after ``selective_save``, and inputs. Ensures the values and gr
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from fxmem.ops import dropout
 from fxmem.ops import recipe as runtime
@@ -45,6 +46,9 @@ RATE = 1 / 64
 
 _PER_OP = 1 << 16
 """What calling an op takes, in bytes that could be moved meanwhile."""
+
+_FLOPS = 8
+"""Floating-point operations in the time of a byte moved."""
 
 _SMALLEST = 1 << 14
 """Bytes below which a recipe takes more than it spares."""
@@ -79,10 +83,12 @@ _PLAIN_LAYERS = (
 _LAYERS: dict[type[nn.Module], int] = {
     **dict.fromkeys(_PLAIN_LAYERS, 2),
     **dict.fromkeys((nn.LayerNorm, nn.GroupNorm, nn.RMSNorm), 2),
-    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), 2),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), 1),
     **dict.fromkeys((nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d), 4),
     nn.Dropout: 2,
 }
+_HEAVY_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_HEAVY = _words("linear conv1d conv2d conv3d matmul bmm mm addmm baddbmm einsum scaled_dot_product_attention")
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _OUT_OF_PLACE: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.SiLU: F.silu,
@@ -104,6 +110,7 @@ class Value:
         single: its value, if that is one tensor that fills its storage: (shape, stride, dtype, bytes).
         kept: storages that autograd keeps for it, with their versions then.
         moved: bytes of its operands and its value.
+        flops: floating-point operations of matrix products, convolutions and attention.
         plain: whether there is no tensor in its value.
     """
 
@@ -115,10 +122,11 @@ class Value:
     single: tuple[Any, ...] | None = None
     kept: list[tuple[int, int]] = field(default_factory=list)
     moved: int = 0
+    flops: int = 0
     plain: bool = False
 
 
-class _Watch(Recorder):
+class Watch(Recorder):
     """Notes what every node reads, makes, changes and keeps; holds all values, so that no storage takes a dead one's number."""
 
     def __init__(self, gm: nn.Module, graph: fx.Graph, state: set[int]) -> None:
@@ -127,12 +135,15 @@ class _Watch(Recorder):
         self.values: dict[fx.Node, Value] = {}
         self.versions: dict[int, int] = {}
         self.alive: list[Any] = []
+        self.outside: set[int] = set()
 
     def run_node(self, n: fx.Node) -> Any:
+        """Runs ``n`` and notes everything about it."""
         operands = [self.env[a] for a in n.all_input_nodes]
         before = {storage_of(t): (t, t._version) for t in tensors_of(operands)}
         start = len(self.packed)
-        result = super().run_node(n)
+        with FlopCounterMode(display=False) as counter:
+            result = super().run_node(n)
         tensors = list(tensors_of(result))
         self.alive.append(result)
         storages = tuple(dict.fromkeys(storage_of(t) for t in tensors))
@@ -145,6 +156,7 @@ class _Watch(Recorder):
             if result.numel() * result.element_size() == nbytes and result.storage_offset() == 0:
                 value.single = (tuple(result.shape), tuple(result.stride()), result.dtype, nbytes)
         value.moved = sum(t.numel() * t.element_size() for t in (*tensors, *(t for t, _ in before.values())))
+        value.flops = counter.get_total_flops()
         value.kept = [(storage_of(t), t._version) for _, t in self.packed[start:]]
         for t in (*tensors, *(t for t, _ in before.values())):
             self.versions[storage_of(t)] = t._version
@@ -167,25 +179,36 @@ def recompute(
     Returns:
         One decision for each value that is not kept any more.
     """
-    watch, outside = _observe(gm, graph, inputs, fakes)
-    if _put_out_of_place(gm, watch):
-        watch.alive.clear()
-        watch, outside = _observe(gm, graph, inputs, fakes)
+    watch = look(gm, graph, inputs, fakes)
+    rewrite = Rewrite(gm, graph, watch)
+    kept = cheapest(rewrite.items, sorted(rewrite.demands), rate)
+    return rewrite.apply(rewrite.separately(kept))
+
+
+def look(gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any], fakes: Callable[[], Fakes | None]) -> Watch:
+    """What one run shows of every node, after calls that hide a copy of their input were put out of place.
+
+    Args:
+        gm: the module that holds the graph's submodules.
+        graph: the graph.
+        inputs: by placeholder name, real or fake.
+        fakes: makes what the graph runs on.
+    """
+    watch = _observe(gm, graph, inputs, fakes)
+    return _observe(gm, graph, inputs, fakes) if _put_out_of_place(gm, watch) else watch
+
+
+def _observe(gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any], fakes: Callable[[], Fakes | None]) -> Watch:
+    watch, kinds = record(gm, graph, inputs, fakes(), Watch)
+    assert isinstance(watch, Watch)
+    watch.outside = set(kinds)
     # Autograd's graph holds the recorder, which must not hold the graph.
-    watch.alive.clear()
-    return _Rewrite(gm, graph, watch, outside, rate).run()
-
-
-def _observe(
-    gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any], fakes: Callable[[], Fakes | None]
-) -> tuple[_Watch, set[int]]:
-    watch, kinds = record(gm, graph, inputs, fakes(), _Watch)
-    assert isinstance(watch, _Watch)
     watch.env.clear()
-    return watch, set(kinds)
+    watch.alive.clear()
+    return watch
 
 
-def _put_out_of_place(gm: nn.Module, watch: _Watch) -> bool:
+def _put_out_of_place(gm: nn.Module, watch: Watch) -> bool:
     done = False
     for node, value in watch.values.items():
         if not value.changed or len(node.args) != 1 or node.kwargs.keys() - {"inplace"}:
@@ -205,7 +228,7 @@ def _put_out_of_place(gm: nn.Module, watch: _Watch) -> bool:
     return done
 
 
-def _line(node: fx.Node, watch: _Watch) -> list[fx.Node]:
+def _line(node: fx.Node, watch: Watch) -> list[fx.Node]:
     """``node`` and those after it that hand on or change its memory: they see what it returns, in place or not."""
     line = [node]
     for one in line:
@@ -220,15 +243,35 @@ def _hooked(module: nn.Module) -> bool:
     )
 
 
-class _Rewrite:
-    """One graph, its values as items of the problem, and the recipes that come of it."""
+@dataclass(frozen=True)
+class Batch:
+    """Values that one recipe makes.
 
-    def __init__(self, gm: nn.Module, graph: fx.Graph, watch: _Watch, outside: set[int], rate: float) -> None:
-        self.gm, self.graph, self.rate = gm, graph, rate
+    Args:
+        made: the nodes that it runs, by position.
+        wanted: those of them whose values it returns.
+    """
+
+    made: tuple[int, ...]
+    wanted: tuple[int, ...]
+
+
+class Rewrite:
+    """One graph, its values as items of the problem, and the recipes that come of a plan.
+
+    Args:
+        gm: the module that holds the graph's submodules.
+        graph: the graph.
+        watch: what a run of it showed.
+        heavy: whether matrix products, convolutions and attention can be made again too.
+    """
+
+    def __init__(self, gm: nn.Module, graph: fx.Graph, watch: Watch, heavy: bool = False) -> None:
+        self.gm, self.graph, self.heavy = gm, graph, heavy
         self.values = watch.values
         self.nodes = list(watch.values)
         self.position = {node: i for i, node in enumerate(self.nodes)}
-        self.outside = outside
+        self.outside = watch.outside
         self.versions = watch.versions
         self.writers: dict[int, list[fx.Node]] = {}
         for node, value in watch.values.items():
@@ -236,21 +279,38 @@ class _Rewrite:
                 self.writers.setdefault(storage, []).append(node)
         self.programs: dict[str, str] = {}
         self.masks: dict[fx.Node, fx.Node] = {}
-
-    def run(self) -> list[Decision]:
-        """Solves and rewrites."""
-        items = [self._item(node) for node in self.nodes]
-        demands: dict[int, list[fx.Node]] = {}
+        self.items = [self._item(node) for node in self.nodes]
+        self.demands: dict[int, list[fx.Node]] = {}
         for node, value in self.values.items():
             for storage, version in value.kept:
                 owner = self._owner(storage)
-                if owner is not None and version == self.versions[storage]:
-                    item = items[self.position[owner]]
-                    if (item.nbytes or 0) >= _SMALLEST and node not in demands.setdefault(self.position[owner], []):
-                        demands[self.position[owner]].append(node)
-        kept = cheapest(items, sorted(demands), self.rate)
-        recipes = {i: needed(items, kept, i) for i in sorted(demands) if i not in kept}
-        return self._apply({i: sorted(made) for i, made in recipes.items() if made}, demands)
+                if owner is None or version != self.versions[storage]:
+                    continue
+                position = self.position[owner]
+                if (self.items[position].nbytes or 0) >= _SMALLEST and node not in self.demands.setdefault(position, []):
+                    self.demands[position].append(node)
+        self.demands = {position: consumers for position, consumers in self.demands.items() if consumers}
+
+    def separately(self, kept: Collection[int]) -> list[Batch]:
+        """A recipe for each wanted value that is not kept; a value that the next step keeps as its operand comes along.
+
+        Args:
+            kept: the plan.
+        """
+        recipes = {i: needed(self.items, kept, i) for i in sorted(self.demands) if i not in kept}
+        batches: list[Batch] = []
+        along: set[int] = set()
+        for i in sorted(recipes, reverse=True):
+            made = recipes[i]
+            assert made is not None
+            if i in along:
+                continue
+            last = self.nodes[i]
+            near = [j for a in last.all_input_nodes if (j := self.position[a]) in recipes and j in made]
+            near = [j for j in near if last in self.demands[j] and j not in along]
+            along.update(near)
+            batches.append(Batch(tuple(sorted(made)), (i, *near)))
+        return batches[::-1]
 
     def _owner(self, storage: int) -> fx.Node | None:
         """The node whose value is the last content of a storage, if that is a value that can be kept."""
@@ -280,7 +340,7 @@ class _Rewrite:
         private = value.changed <= {*value.storages} and not value.changed & self.outside
         if factor is None or not fresh or not private:
             return Item(nbytes, None)
-        work = _PER_OP + factor * value.moved if value.created or value.changed else _PER_OP // 8
+        work = _PER_OP + factor * value.moved + value.flops // _FLOPS if value.created or value.changed else _PER_OP // 8
         return Item(nbytes, tuple(self.position[a] for a in value.operands), work)
 
     def _factor(self, node: fx.Node) -> int | None:
@@ -293,11 +353,11 @@ class _Rewrite:
             kind = stock_class(module)
             if any(not isinstance(vars(module)["_parameters"].get(n), nn.Parameter | None) for n in ("weight", "bias")):
                 return None
-            if (kind is nn.Dropout and module.inplace) or getattr(module, "return_indices", False):
+            if (kind is nn.Dropout and (module.inplace or module.p == 1)) or getattr(module, "return_indices", False):
                 return None
-            return _LAYERS.get(kind)
+            return 1 if self.heavy and kind in _HEAVY_LAYERS else _LAYERS.get(kind)
         if node.op == "call_method":
-            return _FACTORS.get(str(node.target))
+            return 1 if self.heavy and node.target in _HEAVY else _FACTORS.get(str(node.target))
         if node.op != "call_function":
             return None
         target: Any = node.target
@@ -310,31 +370,34 @@ class _Rewrite:
             name = target.__name__.strip("_") if home == "_operator" else target.__name__
         else:
             return None
+        if name in _HEAVY:
+            drops = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
+            return 1 if self.heavy and (name != "scaled_dot_product_attention" or drops == 0) else None
         return _FACTORS.get(name)
 
-    def _apply(self, recipes: Mapping[int, list[int]], demands: Mapping[int, list[fx.Node]]) -> list[Decision]:
+    def apply(self, batches: Sequence[Batch]) -> list[Decision]:
+        """Puts the recipes into the graph.
+
+        Args:
+            batches: what each recipe makes.
+
+        Returns:
+            A decision for each value that is not kept any more.
+        """
         decisions = []
         entries: dict[fx.Node, list[tuple[fx.Node, int, fx.Node | None]]] = {}
-        self._hand_out_masks({self.nodes[m] for made in recipes.values() for m in made})
-        for i, made in recipes.items():
-            owner = self.nodes[i]
-            consumers = sorted(demands[i], key=self.position.__getitem__)
-            recipe = self._recipe(made, consumers[0])
-            for consumer in consumers:
-                entries.setdefault(consumer, []).append((recipe, 0, None if consumer is owner else owner))
-            nbytes = self.values[owner].single[3]  # type: ignore[index]
-            how = " -> ".join(op_name(self.gm, self.nodes[m]) for m in made if not self._is_view(m))
-            decisions.append(
-                Decision(
-                    owner.name,
-                    module_path(owner),
-                    "recompute",
-                    True,
-                    f"not kept: {nbytes} bytes are made again in backward by {how}",
-                    None,
-                    source_of(owner),
-                )
-            )
+        self._hand_out_masks({self.nodes[m] for batch in batches for m in batch.made})
+        for batch in batches:
+            consumers = {c for i in batch.wanted for c in self.demands[i]}
+            recipe = self._recipe(batch, consumers)
+            how = " -> ".join(op_name(self.gm, self.nodes[m]) for m in batch.made if not self._is_view(m))
+            for index, i in enumerate(batch.wanted):
+                owner = self.nodes[i]
+                for consumer in self.demands[i]:
+                    entries.setdefault(consumer, []).append((recipe, index, None if consumer is owner else owner))
+                nbytes = self.items[i].nbytes
+                reason = f"not kept: {nbytes} bytes are made again in backward by {how}"
+                decisions.append(Decision(owner.name, module_path(owner), "recompute", True, reason, None, source_of(owner)))
         for consumer, found in entries.items():
             self._consume(consumer, found)
         return decisions
@@ -344,11 +407,11 @@ class _Rewrite:
         return not value.created and not value.changed
 
     def _hand_out_masks(self, made: set[fx.Node]) -> None:
-        """Dropout nodes that are made again return their mask as well."""
+        """Dropout and batch norm nodes that are made again return their mask, or their statistics, as well."""
         for node in self.nodes:
             arguments = _drop_arguments(node)
             module = module_of(self.gm, node)
-            layer = module is not None and stock_class(module) is nn.Dropout
+            layer = module is not None and (stock_class(module) is nn.Dropout or _is_batch_norm(module))
             if node not in made or not (arguments is not None or layer or _drops_rows(node)):
                 continue
             with self.graph.inserting_before(node):
@@ -356,7 +419,7 @@ class _Rewrite:
                     pair = self._call(runtime.drop_rows, (self._function(node.target), *node.args), dict(node.kwargs))
                 elif layer:
                     get = self.graph.create_node("get_attr", str(node.target))
-                    pair = self._call(runtime.drop, (get, node.args[0]))
+                    pair = self._call(runtime.normalize if _is_batch_norm(module) else runtime.drop, (get, node.args[0]))
                 else:
                     assert arguments is not None
                     pair = self._call(runtime.drop_function, arguments)
@@ -370,8 +433,8 @@ class _Rewrite:
         node.meta["is_wrapped"] = True
         return node
 
-    def _recipe(self, made: list[int], before: fx.Node) -> fx.Node:
-        """A node, ahead of ``before``, that makes the recipe for the last value of ``made``."""
+    def _recipe(self, batch: Batch, consumers: set[fx.Node]) -> fx.Node:
+        """A node, ahead of all consumers, that makes the recipe for a batch."""
         program = fx.Graph()
         inside: dict[fx.Node, fx.Node] = {}
         operands: list[fx.Node] = []
@@ -383,15 +446,32 @@ class _Rewrite:
                     inside[node] = program.placeholder(f"operand_{len(operands)}")
             return inside[node]
 
-        with self.graph.inserting_before(before):
-            for m in made:
+        first = min(map(self.position.__getitem__, consumers))
+        sources = {s for m in batch.made for s in self.items[m].sources or () if s not in batch.made}
+        # A dropout that is made again is itself no source, and its mask is there right after it.
+        sources |= {m for m in batch.made if self.nodes[m] in self.masks}
+        after = max(sources, default=-1) + 1
+        with self.graph.inserting_before(self._start(max(first, after))):
+            for m in batch.made:
                 node = self.nodes[m]
                 inside[node] = self._step(program, node, operand)
-            program.output((inside[self.nodes[made[-1]]],))
+            program.output(tuple(inside[self.nodes[i]] for i in batch.wanted))
             name = self._program(program)
             get = self.graph.create_node("get_attr", f"{RECIPES}.{name}")
             # Each placeholder was put in front of those before it.
-            return self._call(runtime.recipe, (get, *reversed(operands)))
+            operands.reverse()
+            if after <= first:
+                return self._call(runtime.recipe, (get, *operands))
+        with self.graph.inserting_before(self._start(first)):
+            recipe = self._call(runtime.promise, ())
+        with self.graph.inserting_before(self._start(after)):
+            self._call(runtime.fulfil, (recipe, get, *operands))
+        return recipe
+
+    def _start(self, position: int) -> fx.Node:
+        """The first node of the call at a position, which may have become a pair and its first part."""
+        node = self.nodes[position]
+        return node.args[0] if node in self.masks else node  # type: ignore[return-value]
 
     def _step(self, program: fx.Graph, node: fx.Node, operand: Callable[[fx.Node], fx.Node]) -> fx.Node:
         def again(function: Callable[..., Any], *args: fx.Node) -> fx.Node:
@@ -402,8 +482,11 @@ class _Rewrite:
         if node in self.masks:
             pair: Any = node.args[0]
             source = pair.args[0 if pair.target is runtime.drop_function else 1]
-            way = runtime.drop_rows_again if pair.target is runtime.drop_rows else runtime.drop_again
-            return again(way, operand(source), operand(self.masks[node]))
+            ways: dict[Any, Callable[..., Any]] = {
+                runtime.drop_rows: runtime.drop_rows_again,
+                runtime.normalize: runtime.normalize_again,
+            }
+            return again(ways.get(pair.target, runtime.drop_again), operand(source), operand(self.masks[node]))
         module = module_of(self.gm, node)
         if module is None:
             args = fx.map_arg(node.args, operand)
@@ -411,16 +494,13 @@ class _Rewrite:
         (source,) = node.args
         assert isinstance(source, fx.Node)
         layer = self.graph.create_node("get_attr", str(node.target))
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            state = self._call(runtime.batch_norm_state, (layer,))
-            return again(runtime.batch_norm_again, operand(source), operand(state))
-        if isinstance(module, _NORMS):
+        if isinstance(module, (*_NORMS, *_HEAVY_LAYERS)):
             named = {n for n, p in module._parameters.items() if p is not None}
             tensors = [
                 operand(self.graph.create_node("get_attr", f"{node.target}.{n}")) if n in named else None
                 for n in ("weight", "bias")
             ]
-            return again(runtime.norm_again, operand(layer), operand(source), *tensors)  # type: ignore[arg-type]
+            return again(runtime.weighted_again, operand(layer), operand(source), *tensors)  # type: ignore[arg-type]
         return again(runtime.layer_again, operand(layer), operand(source))
 
     def _program(self, graph: fx.Graph) -> str:
@@ -436,6 +516,7 @@ class _Rewrite:
         return self.programs[key]
 
     def _consume(self, node: fx.Node, found: list[tuple[fx.Node, int, fx.Node | None]]) -> None:
+        node = self._start(self.position[node])
         args: tuple[Any, ...] = node.args
         function: Any
         with self.graph.inserting_before(node):
@@ -459,6 +540,10 @@ class _Rewrite:
         if name not in holder._modules:
             holder.add_module(name, runtime.Function(target))
         return self.graph.create_node("get_attr", f"{RECIPES}.{name}")
+
+
+def _is_batch_norm(module: nn.Module | None) -> bool:
+    return isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
 
 
 def _drops_rows(node: fx.Node) -> bool:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
-from fxmem.ops.common import NO_GRADIENT, Rule, Site, Verdict, engaged, intercepted, is_dense, is_leaf_memory
+from fxmem.ops.common import _PLAIN, NO_GRADIENT, Rule, Site, Verdict, engaged, intercepted, is_dense, is_leaf_memory
 from fxmem.ops.packing import dense_stride, pack_nonzero, scale_backward
 
 
@@ -74,14 +74,18 @@ def _served(input: Tensor, p: float) -> bool:
     return 0 < p < 1 and input.is_floating_point() and input.numel() > 0 and input.device.type in ("cpu", "cuda")
 
 
+def _ours(input: Tensor) -> bool:
+    return engaged(input) or (type(input) in _PLAIN and not torch._C._are_functorch_transforms_active())
+
+
 def dropout_with_mask(input: Tensor, p: float) -> tuple[Tensor, Mask | None]:
-    """``dropout`` in training, and what ``dropout_again`` takes; None where autograd does not record or torch's op runs.
+    """``dropout`` in training, and what ``dropout_again`` takes; None where torch's own op runs.
 
     Args:
         input: any shape, floating-point.
         p: probability of zeroing an element.
     """
-    return _run(input, p, False) if _served(input, p) and engaged(input) else (F.dropout(input, p), None)
+    return _run(input, p, False) if _served(input, p) and _ours(input) else (F.dropout(input, p), None)
 
 
 def dropout_again(input: Tensor, mask: Mask) -> Tensor:

@@ -46,13 +46,6 @@ def _keep(tensors: list[Tensor]) -> Any:
     return _Keep.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn
 
 
-class Missing:
-    """Stands for what a recipe cannot be made of in this call."""
-
-
-MISSING: Final = Missing()
-
-
 class _Slot:
     """Stands for a tensor among the other operands of a recipe."""
 
@@ -61,23 +54,29 @@ _SLOT: Final = _Slot()
 
 
 class Recipe:
-    """How to make some values again.
+    """How to make some values again."""
 
-    Args:
-        program: called with the operands, returns the values.
-        operands: tensors, tuples of tensors, and whatever else the program takes.
-    """
-
-    def __init__(self, program: nn.Module, operands: tuple[Any, ...]) -> None:
-        self._program = program
-        tensors: list[Tensor] = []
-        self._operands = _take_out(operands, tensors)
-        self._kept = _keep(tensors) if tensors else None
-        device = tensors[0].device.type if tensors else "cpu"
-        self._autocast = _autocast(device)
+    def __init__(self) -> None:
+        self._program: nn.Module | None = None
+        self._operands: Any = ()
+        self._kept: Any = None
+        self._autocast: tuple[str, bool, torch.dtype | None] = ("cpu", False, None)
         self._handles: dict[int, list[weakref.ref[_Handle]]] = {}
         self._held: dict[int, tuple[Tensor, set[int]]] = {}
         self._task = -1
+
+    def fill(self, program: nn.Module, operands: tuple[Any, ...]) -> None:
+        """Says what to make the values of.
+
+        Args:
+            program: called with the operands, returns the values.
+            operands: tensors, tuples of tensors, and whatever else the program takes.
+        """
+        tensors: list[Tensor] = []
+        self._program = program
+        self._operands = _take_out(operands, tensors)
+        self._kept = _keep(tensors) if tensors else None
+        self._autocast = _autocast(tensors[0].device.type if tensors else "cpu")
 
     def add(self, handle: _Handle, index: int) -> None:
         """Counts ``handle`` among those that will ask for the value ``index``."""
@@ -117,6 +116,7 @@ class Recipe:
         device, enabled, dtype = self._autocast
         same = _autocast(device) == self._autocast
         with torch.no_grad(), nullcontext() if same else torch.autocast(device, dtype, enabled, cache_enabled=False):
+            assert self._program is not None, "backward ran before the forward pass was over"
             values: tuple[Tensor, ...] = self._program.forward(*operands)
         return values
 
@@ -161,7 +161,8 @@ class _Handle:
         if self.tensor is not None:
             return self.tensor
         if self.layout is None:
-            kept: Tensor = self.source.saved_tensors[self.index]
+            kept: Tensor
+            (kept,) = self.source.saved_tensors
             return kept
         value: Tensor = self.source.value(self.index, self)
         return value if _layout(value) == self.layout else value.as_strided(*self.layout)
@@ -172,30 +173,44 @@ def _layout(tensor: Tensor) -> _Layout:
 
 
 @fx.wrap
-def recipe(program: nn.Module, *operands: Any) -> Recipe | None:
-    """A recipe, or None where autograd does not record, or others must see the tensors themselves.
+def promise() -> Recipe | None:
+    """A recipe that is filled later, or None where autograd does not record, or others must see the tensors themselves.
 
-    It steps aside under ``torch.func`` transforms, forward-mode AD and ``torch.compile``, for tensor subclasses and where
-    saved-tensor hooks are forbidden.
-
-    Args:
-        program: called with the operands, returns the values.
-        operands: tensors, tuples of tensors, and whatever else the program takes.
+    It steps aside under ``torch.func`` transforms, forward-mode AD and ``torch.compile``, and where saved-tensor hooks are
+    forbidden.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return None
     hooks: Any = torch._C._autograd
-    if not hooks._saved_tensors_hooks_is_enabled() or not all(map(_plain, operands)):
-        return None
-    return Recipe(program, operands)
+    return Recipe() if hooks._saved_tensors_hooks_is_enabled() else None
 
 
-def _plain(operand: Any) -> bool:
-    if isinstance(operand, Tensor):
-        return type(operand) in _PLAIN and operand.layout == torch.strided
-    return all(map(_plain, operand)) if type(operand) in (tuple, list) else operand is not MISSING
+@fx.wrap
+def fulfil(recipe: Recipe | None, program: nn.Module, *operands: Any) -> None:
+    """Fills a promised recipe.
+
+    Args:
+        recipe: what ``promise`` returned.
+        program: called with the operands, returns the values.
+        operands: tensors, tuples of tensors, and whatever else the program takes.
+    """
+    if recipe is not None:
+        recipe.fill(program, operands)
+
+
+@fx.wrap
+def recipe(program: nn.Module, *operands: Any) -> Recipe | None:
+    """A recipe, or None where there is none to promise.
+
+    Args:
+        program: called with the operands, returns the values.
+        operands: tensors, tuples of tensors, and whatever else the program takes.
+    """
+    new = promise()
+    fulfil(new, program, *operands)
+    return new
 
 
 @fx.wrap
@@ -218,18 +233,11 @@ def consume(
     present = [(r, i, v) for r, i, v in recipes if r is not None]
     if not present:
         return call(*args, **kwargs)
-    handles: list[_Handle] = []
-
-    def pack(tensor: Tensor) -> _Handle:
-        handles.append(_Handle(tensor))
-        return handles[-1]
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, _Handle.unpack):
-        result = call(*args, **kwargs)
+    handles, result = _listen(lambda: call(*args, **kwargs))
     known = {}
     for r, i, value in present:
         value = result if value is None else value
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and type(value) in _PLAIN and value.layout == torch.strided:
             known[value.untyped_storage()._cdata] = (r, i, value.dtype)
     others = []
     for handle in handles:
@@ -242,13 +250,32 @@ def consume(
         handle.source, handle.index, _ = found
         handle.layout, handle.tensor = _layout(tensor), None
         found[0].add(handle, handle.index)
-    if others:
-        node = _keep([h.tensor for h in others if h.tensor is not None])
-        for i, handle in enumerate(others):
-            handle.source, handle.index, handle.tensor = node, i, None
+    _keep_all(others)
+    return result
+
+
+def _listen(call: Callable[[], Any]) -> tuple[list[_Handle], Any]:
+    """What autograd keeps for a call, in order, and what it returns."""
+    handles: list[_Handle] = []
+
+    def pack(tensor: Tensor) -> _Handle:
+        handles.append(_Handle(tensor))
+        return handles[-1]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, _Handle.unpack):
+        result = call()
+    found = handles[:]
     # Autograd holds the hook, and the hook this list.
     handles.clear()
-    return result
+    return found, result
+
+
+def _keep_all(handles: list[_Handle]) -> None:
+    """Keeps what the handles hold, as autograd would."""
+    for handle in handles:
+        assert handle.tensor is not None
+        # Each by itself, because a checkpoint lets a tensor be asked for once.
+        handle.source, handle.tensor = _keep([handle.tensor]), None
 
 
 class Function(nn.Module):
@@ -267,44 +294,87 @@ class Function(nn.Module):
         return self.function(*args, **kwargs)
 
 
-_State = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, bool, float, tuple[int, torch.dtype] | None]
+class Statistics:
+    """What a batch norm layer computed with besides its input, without the tensors.
+
+    Args:
+        known: whether the batch's own statistics are among the tensors.
+        trains: whether it used the batch's statistics.
+        eps: added to the variance.
+        updates: number and dtype of the running statistics that it updated.
+    """
+
+    __slots__ = ("eps", "known", "trains", "updates")
+
+    def __init__(self, known: bool, trains: bool, eps: float, updates: tuple[int, torch.dtype] | None) -> None:
+        self.known, self.trains, self.eps, self.updates = known, trains, eps, updates
+
+
+_State = tuple[Statistics, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 @fx.wrap
-def batch_norm_state(module: nn.modules.batchnorm._BatchNorm) -> _State:
-    """What a batch norm layer computes with besides its input, at this moment: in train mode no running statistics.
+def normalize(module: nn.modules.batchnorm._BatchNorm, input: Tensor) -> tuple[Tensor, _State]:
+    """The output of a batch norm layer, and what ``normalize_again`` takes.
+
+    In train mode that is the batch's mean and inverse deviation, which autograd keeps anyway, where the kernel is known to
+    make the output of them: torch's own on CPU. Elsewhere the batch's statistics are computed again.
 
     Args:
         module: the layer.
-
-    Returns:
-        weight, bias, running mean and variance (or None), whether it trains, eps, and number and dtype of the statistics that
-        it updates.
+        input: (N, C, ...).
     """
-    mean, var = module.running_mean, module.running_var
+    mean, var, weight = module.running_mean, module.running_var, module.weight
     trains = module.training or (mean is None and var is None)
     updates = (mean.numel(), mean.dtype) if trains and module.training and mean is not None else None
-    return module.weight, module.bias, None if trains else mean, None if trains else var, trains, module.eps, updates
+    state = (
+        Statistics(False, trains, module.eps, updates),
+        weight,
+        module.bias,
+        None if trains else mean,
+        None if trains else var,
+    )
+    dense = input.is_contiguous() or (input.dim() == 4 and input.is_contiguous(memory_format=torch.channels_last))
+    if not (trains and dense and input.device.type == "cpu" and type(input) in _PLAIN) or promise() is None:
+        return module(input), state
+    handles, result = _listen(lambda: module(input))
+    statistics = [h.tensor for h in handles[-2:] if h.tensor is not None]
+    dtypes = {t.dtype for t in (*statistics, *(t for t in (weight, module.bias) if t is not None))}
+    fits = len(statistics) == 2 and all(t.shape == input.shape[1:2] for t in statistics)
+    if fits and len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} and _name(result) == "NativeBatchNormBackward0":
+        state = Statistics(True, False, 0.0, None), weight, module.bias, statistics[0].detach(), statistics[1].detach()
+    _keep_all(handles)
+    return result, state
+
+
+def _name(result: Tensor) -> str:
+    return "" if result.grad_fn is None else result.grad_fn.name()
 
 
 @fx.wrap
-def batch_norm_again(input: Tensor, state: _State) -> Tensor:
+def normalize_again(input: Tensor, state: _State) -> Tensor:
     """The output of a batch norm layer; no running statistics change.
 
     Args:
         input: (N, C, ...).
-        state: what ``batch_norm_state`` returned.
+        state: what ``normalize`` returned besides.
     """
-    weight, bias, mean, var, trains, eps, updates = state
-    if updates is not None:
+    how, weight, bias, mean, var = state
+    if how.known:
+        assert mean is not None
+        assert var is not None
+        # The kernel computes the factor ``weight / sqrt(var)``, here 1 times what it was in train mode, and then as there.
+        factor = var if weight is None else var * weight
+        return F.batch_norm(input, mean, torch.ones_like(mean), factor, bias, False, 0.0, 0.0)
+    if how.updates is not None:
         # Which kernel runs may depend on whether there are any.
-        mean, var = (input.new_zeros(updates[0], dtype=updates[1]) for _ in range(2))
-    return F.batch_norm(input, mean, var, weight, bias, trains, 0.0, eps)
+        mean, var = (input.new_zeros(how.updates[0], dtype=how.updates[1]) for _ in range(2))
+    return F.batch_norm(input, mean, var, weight, bias, how.trains, 0.0, how.eps)
 
 
 @fx.wrap
-def drop(module: nn.Dropout, input: Tensor) -> tuple[Tensor, Mask | Missing | None]:
-    """The output of a dropout layer, and its mask: None if it drops nothing.
+def drop(module: nn.Dropout, input: Tensor) -> tuple[Tensor, Mask | tuple[Tensor] | None]:
+    """The output of a dropout layer, and what ``drop_again`` takes: None if it drops nothing.
 
     Args:
         module: the layer.
@@ -314,8 +384,8 @@ def drop(module: nn.Dropout, input: Tensor) -> tuple[Tensor, Mask | Missing | No
 
 
 @fx.wrap
-def drop_function(input: Tensor, p: float = 0.5, training: bool = True) -> tuple[Tensor, Mask | Missing | None]:
-    """``torch.nn.functional.dropout``, and its packed mask: None if it drops nothing.
+def drop_function(input: Tensor, p: float = 0.5, training: bool = True) -> tuple[Tensor, Mask | tuple[Tensor] | None]:
+    """``torch.nn.functional.dropout``, and what ``drop_again`` takes: None if it drops nothing.
 
     Args:
         input: any shape.
@@ -325,18 +395,20 @@ def drop_function(input: Tensor, p: float = 0.5, training: bool = True) -> tuple
     if not training or p == 0:
         return F.dropout(input, p, training), None
     output, mask = dropout_with_mask(input, p)
-    return output, MISSING if mask is None else mask
+    return output, (output,) if mask is None else mask
 
 
 @fx.wrap
-def drop_again(input: Tensor, mask: Mask | None) -> Tensor:
+def drop_again(input: Tensor, mask: Mask | tuple[Tensor] | None) -> Tensor:
     """The output of a dropout, from its input.
 
     Args:
         input: what it was given.
-        mask: what ``drop`` returned besides.
+        mask: what ``drop`` returned besides: its mask, or the output itself where there is none.
     """
-    return input if mask is None else dropout_again(input, mask)
+    if mask is None:
+        return input
+    return mask[0] if len(mask) == 1 else dropout_again(input, mask)
 
 
 @fx.wrap
@@ -371,8 +443,8 @@ def drop_rows_again(input: Tensor, factors: Tensor | None) -> Tensor:
 
 
 @fx.wrap
-def norm_again(module: nn.Module, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """The output of a layer, group or RMS norm layer.
+def weighted_again(module: nn.Module, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The output of a layer, group or RMS norm, linear or convolution layer.
 
     Args:
         module: the layer, for its settings.
@@ -384,6 +456,12 @@ def norm_again(module: nn.Module, input: Tensor, weight: Tensor | None, bias: Te
         return F.group_norm(input, module.num_groups, weight, bias, module.eps)
     if isinstance(module, nn.RMSNorm):
         return F.rms_norm(input, module.normalized_shape, weight, module.eps)
+    if isinstance(module, nn.Linear):
+        assert weight is not None
+        return F.linear(input, weight, bias)
+    if isinstance(module, nn.modules.conv._ConvNd):
+        convolve: Any = module
+        return convolve._conv_forward(input, weight, bias)
     assert isinstance(module, nn.LayerNorm)
     return F.layer_norm(input, module.normalized_shape, weight, bias, module.eps)
 
