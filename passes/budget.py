@@ -11,12 +11,12 @@ the first ``j`` of them made again, the others kept as the policy ``"recompute"`
 because what is made at the start of backward lies on top of everything that is kept, and later there is less. A plan's extra
 work is known, and its peak is estimated:
 
-    max over values, last to first, of what is kept up to there + gradients of parameters after + what its stretch holds,
+    max over values, last to first, of what is kept up to there + gradients of parameters after + gradients at the place + what
+    its stretch holds,
 
-plus what that leaves out (gradients of values, the kernels' own memory), taken from the exact prediction of the plan without
-stretches.
-Plans are tried in the order of their work for those whose estimate is near the budget or below: each is built and its peak
-predicted on fake tensors (``lifetimes``), and the first that fits is taken.
+plus what that leaves out (the kernels' own memory), taken from the exact predictions so far. Plans without stretches come
+first, from one that makes nothing again to that of ``"recompute"``. Of those whose estimate fits, the one of least work is
+built and its peak predicted on fake tensors (``lifetimes``); one that does not fit makes way for one that keeps less by enough.
 
 Requires what ``recompute`` does. Ensures that the predicted peak fits, or says how far it could go.
 """
@@ -40,7 +40,7 @@ from fxmem.passes.recompute import RATE, RECIPES, Batch, Rewrite, Watch, look
 from fxmem.records import Decision
 
 _RATES = (1 / 64, 1 / 128, 1 / 256, 1 / 512, 0.0)
-_MOST_TRIES = 24
+_MOST_TRIES, _LAST_TRIES = 24, 4
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,14 @@ class Plan:
         stretches: first and last position of each stretch that is made again.
         work: bytes moved in backward to make values.
         estimate: of the peak, up to a constant.
+        nbytes: of what is kept.
     """
 
     kept: frozenset[int]
     stretches: tuple[tuple[int, int], ...]
     work: int
     estimate: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -100,32 +102,33 @@ def fit(
     """
     watch = look(gm, graph, inputs, fakes)
     tries = _Tries(gm, graph, watch, inputs, fakes)
-    first = tries.build(None)
-    if first.peak <= budget:
-        return first
+    for rate in (1.0, 1 / 8, 1 / 16, 1 / 32, RATE):
+        first = tries.build(rate)
+        if first.peak <= budget:
+            return first
     family = _Family(Rewrite(gm, graph, watch), Rewrite(gm, graph, watch, heavy=True))
-    offset = first.peak - family.start.estimate
-    plans = sorted(family.plans(), key=lambda p: (p.work, p.estimate))
-    promising = [p for p in plans if p.estimate + offset <= budget]
     smallest = first.peak
-    tried = 0
-    while promising and tried < _MOST_TRIES:
-        plan = promising[0]
+    plans = sorted(family.plans(), key=lambda p: (p.work, p.estimate))
+    offset = first.peak - family.start.estimate
+    left = plans
+    for _ in range(_MOST_TRIES):
+        left = [p for p in left if p.estimate + offset <= budget]
+        if not left:
+            break
+        plan = left[0]
         outcome = tries.build(plan)
-        tried += 1
-        smallest = min(smallest, outcome.peak)
         if outcome.peak <= budget:
             return outcome
-        # What the estimate leaves out is more than it was taken to be: those that cannot fit then are passed over.
-        short = outcome.peak - plan.estimate
-        offset = max(offset, offset + (short - offset) // 2) if short > offset else offset
-        rest = [p for p in promising[1:] if p.estimate + offset <= budget and p.estimate < plan.estimate]
-        promising = rest
-    for plan in sorted(plans, key=lambda p: p.estimate)[:4]:
-        outcome = tries.build(plan)
         smallest = min(smallest, outcome.peak)
+        offset = min(offset, outcome.peak - plan.estimate)
+        # The next one is to make up for half of what is missing, by one account or the other.
+        enough = (outcome.peak - budget) // 2
+        left = [p for p in left if p.estimate < plan.estimate - enough or p.nbytes < plan.nbytes - enough]
+    for plan in sorted(plans, key=lambda p: (p.estimate, p.nbytes))[:_LAST_TRIES]:
+        outcome = tries.build(plan)
         if outcome.peak <= budget:
             return outcome
+        smallest = min(smallest, outcome.peak)
     raise ArgumentError(
         f"{budget} bytes cannot be met: the smallest peak that was found is {smallest} bytes.",
         where="budget",
@@ -143,13 +146,13 @@ class _Tries:
         # Backward does about twice the work of forward.
         self.all = 3 * sum(v.moved + v.flops // 8 for v in watch.values.values())
 
-    def build(self, plan: Plan | None) -> Outcome:
-        """One plan; None for that of the policy ``"recompute"``."""
+    def build(self, plan: Plan | float) -> Outcome:
+        """One plan; a number stands for that of the policy ``"recompute"`` at this rate."""
         graph, watch = _twin(self.graph, self.watch)
         self.gm._modules.pop(RECIPES, None)
-        rewrite = Rewrite(self.gm, graph, watch, heavy=plan is not None)
-        if plan is None:
-            kept = cheapest(rewrite.items, sorted(rewrite.demands), RATE)
+        rewrite = Rewrite(self.gm, graph, watch, heavy=isinstance(plan, Plan))
+        if not isinstance(plan, Plan):
+            kept = cheapest(rewrite.items, sorted(rewrite.demands), plan)
             batches = rewrite.separately(kept)
         else:
             batches = _batches(rewrite, plan)
@@ -209,13 +212,13 @@ class _Family:
         self.cheap = cheapest(cheap.items, sorted(cheap.demands), RATE)
         self.joints = _joints(heavy)
         self.free = frozenset(i for i, item in enumerate(self.items) if item.nbytes == 0)
-        self.gradients = _gradients(heavy)
+        self.besides = _besides(heavy)
         self.start = self._plan((), frozenset(), 0)
 
     def plans(self) -> Iterator[Plan]:
         """All of them but the first, which has no stretches."""
         length = 1
-        while length <= max(1, len(self.joints) // 2):
+        while length <= len(self.joints):
             ends = self.joints[length - 1 :: length]
             lows = [0, *(end + 1 for end in ends[:-1])]
             stretches = [s for s in zip(lows, ends, strict=True) if any(s[0] <= w < s[1] for w in self.wanted)]
@@ -264,7 +267,8 @@ class _Family:
         for low, high in stretches or ((0, len(self.items) - 1),):
             held = sum(self.items[w].nbytes or 0 for w in self.wanted if low <= w <= high and w not in kept) if stretches else 0
             holds.append((low, high, held))
-        return Plan(kept, stretches, work, self._peak(kept, end, holds))
+        nbytes = sum(self.items[k].nbytes or 0 for k in kept)
+        return Plan(kept, stretches, work, self._peak(kept, end, holds), nbytes)
 
     def _peak(self, kept: frozenset[int], end: int, holds: list[tuple[int, int, int]]) -> int:
         """The most that is alive in backward, from the last value to the first."""
@@ -272,15 +276,25 @@ class _Family:
         at: list[int] = []
         for i, item in enumerate(self.items):
             below += (item.nbytes or 0) if i in kept else 0
-            at.append(below + self.gradients[i])
+            at.append(below + self.besides[i])
         return max([*at[end + 1 :], *(max(at[low : high + 1]) + held for low, high, held in holds)], default=0)
 
 
-def _gradients(rewrite: Rewrite) -> list[int]:
-    """For each position, the bytes of gradients of parameters that backward has made when it comes there."""
+def _besides(rewrite: Rewrite) -> list[int]:
+    """For each position, what is alive when backward comes there whatever the plan is.
+
+    That is the gradients of parameters that were made before, what calls up to there keep that is nobody's value, and the
+    gradients of what the call reads and returns.
+    """
     seen: set[int] = set()
     total = 0
     found = []
+    private = 0
+    before: list[int] = []
+    for node in rewrite.nodes:
+        own = {s: size for (s, _), size in zip(rewrite.values[node].kept, rewrite.values[node].sizes, strict=True)}
+        private += sum(n for s, n in own.items() if s not in rewrite.writers and s not in rewrite.outside)
+        before.append(private + rewrite.values[node].moved * (node.op != "output"))
     for node in reversed(rewrite.nodes):
         tensors: list[Any] = []
         if node.op == "call_module":
@@ -292,7 +306,7 @@ def _gradients(rewrite: Rewrite) -> list[int]:
                 seen.add(id(t))
                 total += t.numel() * t.element_size()
         found.append(total)
-    return found[::-1]
+    return [a + b for a, b in zip(before, reversed(found), strict=True)]
 
 
 def _joints(rewrite: Rewrite) -> list[int]:
@@ -305,8 +319,8 @@ def _joints(rewrite: Rewrite) -> list[int]:
             for storage in rewrite.values[a].storages:
                 if storage in owners:
                     last[owners[storage]] = max(last.get(owners[storage], 0), i)
-        for storage in value.created | value.changed:
-            owners[storage] = i
+        if node.op not in ("placeholder", "get_attr"):
+            owners |= dict.fromkeys(value.created | value.changed, i)
     joints: list[int] = []
     reach = 0
     ends = sorted(last.items())

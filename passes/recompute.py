@@ -72,7 +72,7 @@ _SIMPLE = _words(
 _MATH = _words(
     """pow exp exp_ erf tanh tanh_ sigmoid sigmoid_ gelu silu silu_ mish mish_ elu elu_ selu celu softplus softsign logsigmoid
     log log1p expm1 cos sin softmax log_softmax _softmax _log_softmax layer_norm group_norm rms_norm glu var std norm
-    logsumexp"""
+    logsumexp widen unit_rms weigh"""
 )
 _FACTORS = {**dict.fromkeys(_MOVES | _SIMPLE, 1), **dict.fromkeys(_MATH, 2)}
 _PLAIN_LAYERS = (
@@ -109,6 +109,7 @@ class Value:
         changed: storages that it writes to.
         single: its value, if that is one tensor that fills its storage: (shape, stride, dtype, bytes).
         kept: storages that autograd keeps for it, with their versions then.
+        sizes: their bytes.
         moved: bytes of its operands and its value.
         flops: floating-point operations of matrix products, convolutions and attention.
         plain: whether there is no tensor in its value.
@@ -121,6 +122,7 @@ class Value:
     changed: frozenset[int] = frozenset()
     single: tuple[Any, ...] | None = None
     kept: list[tuple[int, int]] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
     moved: int = 0
     flops: int = 0
     plain: bool = False
@@ -157,6 +159,7 @@ class Watch(Recorder):
                 value.single = (tuple(result.shape), tuple(result.stride()), result.dtype, nbytes)
         value.moved = sum(t.numel() * t.element_size() for t in (*tensors, *(t for t, _ in before.values())))
         value.flops = counter.get_total_flops()
+        value.sizes = [t.untyped_storage().nbytes() for _, t in self.packed[start:]]
         value.kept = [(storage_of(t), t._version) for _, t in self.packed[start:]]
         for t in (*tensors, *(t for t, _ in before.values())):
             self.versions[storage_of(t)] = t._version
@@ -195,7 +198,9 @@ def look(gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any], fakes: Calla
         fakes: makes what the graph runs on.
     """
     watch = _observe(gm, graph, inputs, fakes)
-    return _observe(gm, graph, inputs, fakes) if _put_out_of_place(gm, watch) else watch
+    changed = _put_out_of_place(gm, watch)
+    changed |= _write_out_norms(gm, graph, watch)
+    return _observe(gm, graph, inputs, fakes) if changed else watch
 
 
 def _observe(gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any], fakes: Callable[[], Fakes | None]) -> Watch:
@@ -224,6 +229,30 @@ def _put_out_of_place(gm: nn.Module, watch: Watch) -> bool:
         if sum(bool({*value.changed} & {*other.storages}) for other in watch.values.values()) - len(_line(node, watch)) > 1:
             continue
         node.op, node.target, node.kwargs = "call_function", function, {}
+        done = True
+    return done
+
+
+def _write_out_norms(gm: nn.Module, graph: fx.Graph, watch: Watch) -> bool:
+    """Puts the steps of an RMS norm in its place, where autograd keeps one of them that no other node would know."""
+    done = False
+    for node, value in watch.values.items():
+        module = module_of(gm, node)
+        if type(module) is not nn.RMSNorm or _hooked(module) or len(node.args) != 1 or node.kwargs:
+            continue
+        operands = {s for a in value.operands for s in watch.values[a].storages}
+        own = {s for s, _ in value.kept} - operands - {*value.storages} - watch.outside
+        if module.weight is None or not module.weight.requires_grad or not own or module.weight.device.type != "cpu":
+            continue
+        with graph.inserting_before(node):
+            layer = graph.create_node("get_attr", str(node.target))
+            weight = graph.create_node("get_attr", f"{node.target}.weight")
+            wide = graph.call_function(runtime.widen, (node.args[0],))
+            unit = graph.call_function(runtime.unit_rms, (layer, wide))
+        for step in (wide, unit):
+            step.meta = {**node.meta, "is_wrapped": True}
+        node.op, node.target, node.args = "call_function", runtime.weigh, (unit, weight, node.args[0])
+        node.meta["is_wrapped"] = True
         done = True
     return done
 
@@ -463,7 +492,7 @@ class Rewrite:
             if after <= first:
                 return self._call(runtime.recipe, (get, *operands))
         with self.graph.inserting_before(self._start(first)):
-            recipe = self._call(runtime.promise, ())
+            recipe = self._call(runtime.promise, (self.nodes[first].all_input_nodes[0],))
         with self.graph.inserting_before(self._start(after)):
             self._call(runtime.fulfil, (recipe, get, *operands))
         return recipe
@@ -490,7 +519,9 @@ class Rewrite:
         module = module_of(self.gm, node)
         if module is None:
             args = fx.map_arg(node.args, operand)
-            return program.create_node(node.op, node.target, args, fx.map_arg(node.kwargs, operand))
+            step = program.create_node(node.op, node.target, args, fx.map_arg(node.kwargs, operand))
+            step.meta["is_wrapped"] = node.meta.get("is_wrapped", False)
+            return step
         (source,) = node.args
         assert isinstance(source, fx.Node)
         layer = self.graph.create_node("get_attr", str(node.target))

@@ -20,6 +20,7 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_map_only
 
+from fxmem.ops.recipe import unseen
 from fxmem.passes.base import module_path, op_name, tensors_of
 from fxmem.passes.faithful import faithful
 from fxmem.passes.fakes import Fakes
@@ -103,7 +104,8 @@ def fresh_functions(tensors: Iterable[Tensor], known: Mapping[int, Any]) -> Iter
 def saved_numbers(function: Any) -> Iterator[Tensor]:
     """The Python numbers that a node keeps as tensors of no dimension; autograd shows them to no hook."""
     for name in _saved_attributes(cast(Hashable, type(function))):
-        value = getattr(function, name)
+        with unseen():
+            value = getattr(function, name)
         if isinstance(value, Tensor) and not isinstance(value, FakeTensor) and value.dim() == 0:
             yield value
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import math
 import pickle
 import weakref
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxmem
 from fxmem.measure import run
-from fxmem.passes.cheapest import Item, cheapest, cost, exhaustive, minimum_cut
+from fxmem.passes.cheapest import Item, cheapest, cost, exhaustive, minimum_cut, needed, selection
 from fxmem.passes.fakes import Fakes
 from fxmem.passes.lifetimes import follow
 
@@ -433,6 +434,109 @@ def test_needs_example_inputs() -> None:
         fxmem.optimize(_mlp(), policy="recompute")
 
 
+# Budgets.
+
+
+class _Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 32)
+        self.blocks = nn.ModuleList(_Attention() for _ in range(4))
+        self.head = nn.Linear(32, 50)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def _decoder() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    return _Decoder(), (torch.randint(0, 50, (8, 64)), torch.randint(0, 50, (8, 64)))
+
+
+def _residual() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    return _Residual(nn.SiLU), (torch.randn(8, 3, 32, 32),)
+
+
+@pytest.mark.parametrize(
+    ("make", "fraction"), [(_decoder, 1.0), (_decoder, 0.6), (_decoder, 0.45), (_residual, 1.0), (_residual, 0.58)]
+)
+def test_a_budget_is_kept(make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]], fraction: float) -> None:
+    model, args = make()
+    eager = run(model, args)
+    ours = fxmem.optimize(model, args, budget=fraction)
+    found = run(ours, args)
+    compare_runs(eager, found)
+    assert found.measurement.peak <= 1.03 * fraction * eager.measurement.peak
+    assert f"budget of {int(fraction * follow(model, args, {}, Fakes()).footprint.peak)} bytes" in ours.notes[-1]  # type: ignore[operator]
+    if fraction == 1.0:
+        assert "at 0.0% more work" in ours.notes[-1]
+    for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        again = run(twin, args)
+        compare_runs(eager, again)
+        assert again.measurement.kept == found.measurement.kept
+
+
+def test_the_smallest_budget_is_named_and_met() -> None:
+    model, args = _decoder()
+    with pytest.raises(fxmem.ArgumentError, match="budget: 1000 bytes cannot be met: the smallest peak") as error:
+        fxmem.optimize(model, args, budget=1000)
+    smallest = int(str(error.value).rsplit("Pass ", 1)[1].split()[0])
+    ours = fxmem.optimize(model, args, budget=f"{smallest}")
+    assert compare(model, ours, args)[1].measurement.peak <= 1.03 * smallest
+    assert smallest < 0.5 * run(model, args).measurement.peak
+
+
+def test_budget_with_everything_around() -> None:
+    model, args = _decoder()
+    ours = fxmem.optimize(model, args, budget=0.45)
+    reference = [g.clone() for g in torch.autograd.grad(_seeded(model, args), list(model.parameters()))]
+    loss = _seeded(ours, args)
+    for keep in (True, False):
+        assert same(reference, list(torch.autograd.grad(loss, list(ours.parameters()), retain_graph=keep)))
+    with torch.autograd.graph.save_on_cpu():
+        assert same(reference, list(torch.autograd.grad(_seeded(ours, args), list(ours.parameters()))))
+    torch.manual_seed(0)
+    loss = checkpoint(ours, *args, use_reentrant=False)
+    assert same(reference, list(torch.autograd.grad(loss, list(ours.parameters()))))
+    torch.manual_seed(0)
+    ours.eval()
+    model.eval()
+    compare_runs(run(model, args), run(ours, args))
+
+
+def _seeded(model: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
+    torch.manual_seed(0)
+    loss: Tensor = model(*args)
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        ("8 parsecs", "budget: '8 parsecs' is no amount of memory"),
+        (0, "budget: 0 is no amount of memory"),
+        (-1, "is no amount of memory"),
+        (True, "is no amount of memory"),
+        (1.5, "budget: 1.5 as a fraction is more than eager takes"),
+        ("0GiB", "is no amount of memory"),
+    ],
+)
+def test_bad_budgets(budget: Any, message: str) -> None:
+    with pytest.raises(fxmem.ArgumentError, match=message):
+        fxmem.optimize(_mlp(), torch.randn(2, 32), budget=budget)
+
+
+def test_a_budget_needs_inputs_and_a_graph() -> None:
+    with pytest.raises(fxmem.ArgumentError, match="a budget plans in bytes"):
+        fxmem.optimize(_mlp(), budget="1GiB")
+    with pytest.raises(fxmem.ArgumentError, match="a budget needs a graph of the whole model"):
+        fxmem.optimize(_mlp(), torch.randn(2, 32), budget="1GiB", capture="regions")
+
+
 # The choice itself.
 
 
@@ -461,6 +565,26 @@ def test_the_cut_is_the_minimum(problem: tuple[list[Item], list[int], float]) ->
     assert cost(items, wanted, cut | {i for i, item in enumerate(items) if item.nbytes == 0}, 0) == cost(
         items, wanted, exhaustive(items, wanted, 0), 0
     )
+
+
+@settings(max_examples=300, deadline=None)
+@given(_problems(most=6))
+def test_the_selection_is_the_minimum(problem: tuple[list[Item], list[int], float]) -> None:
+    items, wanted, rate = problem
+
+    def price(kept: frozenset[int], made: frozenset[int]) -> float:
+        return sum(items[k].nbytes or 0 for k in kept) + rate * sum(items[m].work for m in made)
+
+    best = math.inf
+    for states in itertools.product("-km", repeat=len(items)):
+        kept = frozenset(i for i, state in enumerate(states) if state == "k")
+        made = frozenset(i for i, state in enumerate(states) if state == "m")
+        fits = all(items[k].nbytes is not None for k in kept) and {*wanted} <= kept | made
+        if fits and all(items[m].sources is not None and {*(items[m].sources or ())} <= kept | made for m in made):
+            best = min(best, price(kept, made))
+    kept, made = selection(items, wanted, rate)
+    assert all(needed(items, kept, w) is not None for w in wanted)
+    assert abs(price(kept, made) - best) <= len(items) / 32
 
 
 @settings(max_examples=400, deadline=None)

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, Final
 
 import torch
@@ -146,6 +147,19 @@ def _put_back(value: Any, tensors: Iterator[Tensor]) -> Any:
     return tuple(_put_back(v, tensors) for v in value) if type(value) is tuple else value
 
 
+_UNSEEN = ContextVar("unseen", default=False)
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """While it lasts, whoever reads what a node of autograd's graph keeps gets a stand-in, and nothing is made."""
+    token = _UNSEEN.set(True)
+    try:
+        yield
+    finally:
+        _UNSEEN.reset(token)
+
+
 class _Handle:
     """What autograd holds in place of a tensor: the tensor until its call is over, then where to have it from."""
 
@@ -158,6 +172,8 @@ class _Handle:
         self.layout: _Layout | None = None
 
     def unpack(self) -> Tensor:
+        if _UNSEEN.get():
+            return torch.empty(1)
         if self.tensor is not None:
             return self.tensor
         if self.layout is None:
@@ -173,11 +189,11 @@ def _layout(tensor: Tensor) -> _Layout:
 
 
 @fx.wrap
-def promise() -> Recipe | None:
+def promise(_: object = None) -> Recipe | None:
     """A recipe that is filled later, or None where autograd does not record, or others must see the tensors themselves.
 
     It steps aside under ``torch.func`` transforms, forward-mode AD and ``torch.compile``, and where saved-tensor hooks are
-    forbidden.
+    forbidden. The argument is for tracers, which record a call of a wrapped function only if it is given something traced.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
@@ -475,3 +491,38 @@ def layer_again(module: nn.Module, *args: Any) -> Any:
         args: what it was given.
     """
     return module.forward(*args)
+
+
+@fx.wrap
+def widen(input: Tensor) -> Tensor:
+    """What an RMS norm computes with: the input, in float32 if it is narrower.
+
+    Args:
+        input: any shape, floating-point.
+    """
+    return input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+
+
+@fx.wrap
+def unit_rms(module: nn.RMSNorm, input: Tensor) -> Tensor:
+    """The input over its root mean square, in the steps of torch's RMS norm on CPU.
+
+    Args:
+        module: the layer, for its settings.
+        input: (..., *normalized_shape), what ``widen`` returned.
+    """
+    eps = torch.finfo(input.dtype).eps if module.eps is None else module.eps
+    dims = list(range(input.dim() - len(module.normalized_shape), input.dim()))
+    return input.mul(torch.rsqrt(torch.pow(input, 2).mean(dims, True).add_(eps)))
+
+
+@fx.wrap
+def weigh(unit: Tensor, weight: Tensor, input: Tensor) -> Tensor:
+    """The last step of an RMS norm.
+
+    Args:
+        unit: what ``unit_rms`` returned.
+        weight: the layer's weight.
+        input: the layer's input, for its dtype.
+    """
+    return unit.mul(weight).type_as(input)
