@@ -101,7 +101,8 @@ def optimize(
         else:
             if isinstance(model, OptimizedModule):
                 gm.copy_flags(model)
-            rewrite(gm, None if bound is None else placeholders(gm, bound, args, kwargs), policy=policy, budget=limit)
+            inputs = None if bound is None else placeholders(gm, bound, args, kwargs)
+            rewrite(gm, inputs, policy=policy, budget=limit, call=(args, kwargs))
             check_kept(gm, source, args, kwargs)
             result = gm
     if result is None:

@@ -264,6 +264,7 @@ def rewrite(
     fakes: Callable[[], Fakes | None] = lambda: None,
     policy: str = "exact",
     budget: int | float | None = None,
+    call: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {}),
 ) -> tuple[Observation, Observation] | None:
     """Runs analysis, plan and rewrite over a freshly captured module.
 
@@ -273,6 +274,7 @@ def rewrite(
         fakes: makes what each observation runs on; fake tensors on the devices of the real ones by default.
         policy: ``"exact"`` or, with example inputs, ``"recompute"``.
         budget: most bytes alive at once, or a fraction of eager's peak.
+        call: the example inputs as the model is called with them, for a budget.
 
     Returns:
         What was observed before and after, or None where structure alone decided.
@@ -296,7 +298,7 @@ def rewrite(
         verdicts = decide_by_observation(found, observe(gm, graph, inputs, fakes()).saved)
         selective_save(gm, graph, found, verdicts)
         if budget is not None:
-            graph, again = _fit(gm, graph, inputs, fakes, budget)
+            graph, again = _fit(gm, graph, inputs, fakes, budget, call)
         elif policy == "recompute":
             again = recompute(gm, graph, inputs, fakes)
         final = observe(gm, graph, inputs, fakes())
@@ -323,17 +325,16 @@ def _fit(
     inputs: Mapping[str, Any],
     fakes: Callable[[], Fakes | None],
     budget: int | float,
+    call: tuple[tuple[Any, ...], Mapping[str, Any]],
 ) -> tuple[fx.Graph, list[Decision]]:
     """The graph that fits a budget; its decisions, and a note of the plan."""
     if isinstance(budget, float):
         given = (*tensors_of(inputs), *gm.parameters(), *gm.buffers())
-        args = [v for name, value in inputs.items() if name.startswith("*") for v in value]
-        named = {name: value for name, value in inputs.items() if not name.startswith("*")}
         source = gm.source()
         with _flags_of(gm, source):
-            peak = follow(source, args, named, fakes() or Fakes(given)).footprint.peak
+            peak = follow(source, *call, fakes() or Fakes(given)).footprint.peak
         budget = int(budget * (peak or 0))
-    outcome = fit(gm, graph, inputs, fakes, budget)
+    outcome = fit(gm, graph, inputs, fakes, budget, call)
     gm._modules.pop(RECIPES, None)
     if outcome.recipes is not None:
         gm._modules[RECIPES] = outcome.recipes

@@ -87,6 +87,7 @@ def fit(
     inputs: Mapping[str, Any],
     fakes: Callable[[], Fakes | None],
     budget: int,
+    call: tuple[tuple[Any, ...], Mapping[str, Any]],
 ) -> Outcome:
     """The plan of least work whose predicted peak is within the budget.
 
@@ -96,12 +97,13 @@ def fit(
         inputs: by placeholder name, real or fake.
         fakes: makes what the graph runs on.
         budget: most bytes alive at once over forward and backward, as ``measure`` counts them.
+        call: the inputs as the module is called with them.
 
     Raises:
         ArgumentError: no plan fits; names the smallest peak found.
     """
     watch = look(gm, graph, inputs, fakes)
-    tries = _Tries(gm, graph, watch, inputs, fakes)
+    tries = _Tries(gm, graph, watch, call, fakes)
     for rate in (1.0, 1 / 8, 1 / 16, 1 / 32, RATE):
         first = tries.build(rate)
         if first.peak <= budget:
@@ -140,9 +142,14 @@ class _Tries:
     """Builds plans on copies of the graph, and predicts their peaks."""
 
     def __init__(
-        self, gm: Any, graph: fx.Graph, watch: Watch, inputs: Mapping[str, Any], fakes: Callable[[], Fakes | None]
+        self,
+        gm: Any,
+        graph: fx.Graph,
+        watch: Watch,
+        call: tuple[tuple[Any, ...], Mapping[str, Any]],
+        fakes: Callable[[], Fakes | None],
     ) -> None:
-        self.gm, self.graph, self.watch, self.inputs, self.fakes = gm, graph, watch, inputs, fakes
+        self.gm, self.graph, self.watch, self.call, self.fakes = gm, graph, watch, call, fakes
         # Backward does about twice the work of forward.
         self.all = 3 * sum(v.moved + v.flops // 8 for v in watch.values.values())
 
@@ -163,14 +170,9 @@ class _Tries:
         return Outcome(graph, self.gm._modules.get(RECIPES), decisions, peak, work / max(self.all, 1))
 
     def _peak(self) -> int:
-        given = (*tensors_of(self.inputs), *self.gm.parameters(), *self.gm.buffers())
-        args: list[Any] = []
-        for name, value in self.inputs.items():
-            if name.startswith("*"):
-                args.extend(value)
-        named = {name: value for name, value in self.inputs.items() if not name.startswith("*")}
+        given = (*tensors_of(self.call), *self.gm.parameters(), *self.gm.buffers())
         with torch.enable_grad():
-            peak = follow(self.gm, args, named, self.fakes() or Fakes(given)).footprint.peak
+            peak = follow(self.gm, *self.call, self.fakes() or Fakes(given)).footprint.peak
         assert peak is not None, "what keeps something for backward has a backward"
         return peak
 
