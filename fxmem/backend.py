@@ -196,6 +196,7 @@ def _code() -> str:
 def _inductor(gm: fx.GraphModule, inputs: list[Any], config: dict[str, Any]) -> Callable[..., Any]:
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.graph import GraphLowering
 
     def given(name: str) -> Any:
@@ -211,16 +212,10 @@ def _inductor(gm: fx.GraphModule, inputs: list[Any], config: dict[str, Any]) -> 
         "unsafe_marked_cacheable_functions": {**given("unsafe_marked_cacheable_functions"), **functions},
     }
     with inductor_config.patch(patches):
-        table = _decomposition_table()
+        table = {**select_decomp_table(), **decompositions()}
     inner = functools.partial(_compile_graph, compile_fx_inner)
     compiled: Any = compile_fx(gm, inputs, inner, config_patches=patches, decompositions=table)
     return compiled
-
-
-def _decomposition_table() -> dict[Any, Callable[..., Any]]:
-    from torch._inductor.decomposition import select_decomp_table
-
-    return {**select_decomp_table(), **decompositions()}
 
 
 def _compile_graph(inner: Callable[..., Any], gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -229,6 +224,8 @@ def _compile_graph(inner: Callable[..., Any], gm: fx.GraphModule, inputs: Sequen
     Its layout optimization returns a channels-last copy in the place of a weight that backward needs, and that copy stays alive
     between the two. Outputs that users see keep their layout, so the weights are named as such.
     """
+    from torch._inductor.decomposition import select_decomp_table
+
     if not kwargs.get("is_backward") and not kwargs.get("is_inference"):
         output = gm.graph.output_node()
         leaves = torch.utils._pytree.arg_tree_leaves(*output.args)
@@ -236,8 +233,8 @@ def _compile_graph(inner: Callable[..., Any], gm: fx.GraphModule, inputs: Sequen
         seen = output.meta.get("user_visible_output_idxs", [])
         output.meta["user_visible_output_idxs"] = sorted({*seen, *inputs_kept})
     if "get_decomp_fn" in kwargs:
-        # By name, where compile_fx passes the table itself: caches cannot tell its functions from one another.
-        kwargs["get_decomp_fn"] = _decomposition_table
+        # Torch's, without ours: what is left of our ops now stays as it is. By name, as caches need it.
+        kwargs["get_decomp_fn"] = select_decomp_table
     return inner(gm, inputs, **kwargs)
 
 

@@ -174,7 +174,7 @@ def test_shapes_alone_keep_nothing() -> None:
 
 @pytest.mark.parametrize("shape", [(8, 5), (2, 4, 3, 3), (1, 2, 4, 7), (3, 8), (3, 5), (16,), (0, 8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_decompositions_agree_with_the_ops(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_decompositions_agree_with_the_ops(shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mask that comes back is the same, and as small, whichever of the two packed it."""
     table = decompositions()
     x = x_of(*shape, requires_grad=False).to(dtype)
@@ -220,6 +220,14 @@ def test_decompositions_agree_with_the_ops(shape: tuple[int, ...], dtype: torch.
         assert same(
             table[ops.threshold_backward.default](grad, packed, stride), torch.ops.aten.threshold_backward(grad, output, 0)
         )
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 7), (16, 32, 16)])
+def test_ops_that_do_not_decompose(shape: tuple[int, ...]) -> None:
+    """Inductor calls the op where sizes do not split into eight, and fuses it where they do."""
+    model, x = nn.Sequential(nn.LeakyReLU(), cases.Call(torch.sin), nn.ReLU6(), nn.Flatten(0)), x_of(*shape)
+    eager, ours = agree(model, compiled(model, "inductor"), (x,), exact=False)
+    assert ours.measurement.kept <= eager.measurement.kept
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])

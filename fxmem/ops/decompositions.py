@@ -3,8 +3,8 @@
 A bit's place is told by logical position, not by memory order, so that the compiler is free in its choice of layouts: the
 tensor is cut into eight equal parts along dimensions of even size, and bit ``j`` of a byte belongs to part ``j``.
 The packed tensor keeps the number of dimensions. As in the ops themselves there is one byte for eight elements; where the
-sizes do not split (or are symbolic) nothing is decomposed and the op stays one call. Packing and unpacking agree because
-both go by the same sizes.
+sizes do not split (or are symbolic) nothing is decomposed and the op stays one call. Packing and unpacking agree
+because both go by the same sizes.
 """
 
 from __future__ import annotations
