@@ -22,7 +22,7 @@ from fxmem.passes.budget import fit
 from fxmem.passes.fakes import Fakes
 from fxmem.passes.grad_flow import grad_flow
 from fxmem.passes.lifetimes import follow
-from fxmem.passes.plan import choices, decide_by_observation, decide_by_structure
+from fxmem.passes.plan import choices, decide_by_observation, decide_by_structure, inner_choices
 from fxmem.passes.recompute import RECIPES, recompute
 from fxmem.passes.saved_tensors import Observation, observe
 from fxmem.passes.selective_save import check_metadata, selective_save
@@ -289,6 +289,8 @@ def rewrite(
     stock = None if inputs is None else _observe_stock(gm, graph, inputs, fakes)
     seen = None
     again: list[Decision] = []
+    listed, inner = inner_choices(gm, graph, flow)
+    selective_save(gm, listed, inner, [c.verdict for c in inner])
     if stock is None or inputs is None:
         verdicts = decide_by_structure(gm, found, flow)
         selective_save(gm, graph, found, verdicts)
@@ -311,7 +313,12 @@ def rewrite(
         if node.op == "call_module" and str(node.target) in opaque
     )
     gm.__dict__.update(
-        decisions=(*(c.decision(v) for c, v in zip(found, verdicts, strict=True)), *again, *refused),
+        decisions=(
+            *(c.decision(v) for c, v in zip(found, verdicts, strict=True)),
+            *(c.decision(c.verdict) for c in inner),
+            *again,
+            *refused,
+        ),
         grad_flow=flow,
         saved=seen and (seen[0].saved, seen[1].saved),
     )

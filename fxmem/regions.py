@@ -34,7 +34,7 @@ from fxmem.ops.common import Verdict
 from fxmem.passes.base import FUNCTIONS, MODULES, tensors_of
 from fxmem.passes.fakes import Fakes
 from fxmem.passes.grad_flow import grad_flow
-from fxmem.passes.plan import Choice, choices, decide_by_observation, decide_by_structure, stock_class
+from fxmem.passes.plan import Choice, choices, decide_by_observation, decide_by_structure, stock_class, unless_mask
 from fxmem.passes.selective_save import selective_save
 from fxmem.passes.watch import SUBSTITUTES, Operand, Place, Watched, caller, top_hooks, watch
 from fxmem.pipeline import OptimizedModule, share
@@ -596,16 +596,7 @@ def _returned(run: Watched, path: str) -> list[Any]:
 def _by_structure(part: _Part) -> list[Verdict]:
     if part.path is not None:
         return decide_by_structure(part.holder, part.found, part.flow)
-    return [
-        c.verdict
-        if c.verdict.instead_of is None or not c.verdict.apply
-        else Verdict(
-            False,
-            f"kept: without a graph around it, who else keeps its {c.verdict.instead_of} is unknown",
-            "pass example inputs, so that the whole model can be observed",
-        )
-        for c in part.found
-    ]
+    return [unless_mask(c.verdict) for c in part.found]
 
 
 def _agreed(parts: Sequence[_Part], verdicts: Sequence[Verdict]) -> list[Verdict]:

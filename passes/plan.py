@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import networkx as nx
@@ -44,6 +44,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fxmem.ops.common import Rule, Site, Verdict
 from fxmem.passes.base import FUNCTIONS, METHODS, MODULES, bound_arguments, module_of, module_path, source_of
+from fxmem.passes.grad_flow import grad_flow
 from fxmem.records import Decision, GradFlow, SavedTensor, SavedTensors
 
 
@@ -167,6 +168,46 @@ def least(stock: Mapping[str, Iterable[int]], price: Mapping[str, int], weight: 
     # networkx puts on the sink's side just what can still reach it, so of all minimum cuts this is the one with most stock.
     _, (_, cut) = nx.minimum_cut(flow, source, sink)
     return frozenset(node for node, storages in paid.items() if storages and (node,) in cut)
+
+
+def inner_choices(gm: nn.Module, graph: fx.Graph, flow: GradFlow) -> tuple[fx.Graph, list[Choice]]:
+    """Layers inside of the modules that the graph calls whole, such as ``nn.TransformerEncoderLayer`` or one with hooks.
+
+    Who else keeps what there is unknown, so a mask takes no other tensor's place.
+
+    Args:
+        gm: the module that holds the graph's submodules.
+        graph: the graph.
+        flow: which values require grad.
+
+    Returns:
+        A graph that only lists the layers, and the choices.
+    """
+    listed = fx.Graph()
+    values = {needed: listed.placeholder(f"input_{needed}") for needed in (False, True)}
+    called = {id(module_of(gm, node)) for node in graph.nodes if node.op == "call_module"}
+    for node in graph.nodes:
+        module = module_of(gm, node)
+        if module is None or isinstance(module, torch.jit.ScriptModule) or stock_class(module) in MODULES:
+            continue
+        for name, inner in module.named_modules():
+            if name and id(inner) not in called and stock_class(inner) in MODULES:
+                called.add(id(inner))
+                listed.call_module(f"{node.target}.{name}", (values[flow.requires_grad(node.name)],))
+    inner_flow = grad_flow(gm, listed, {f"input_{needed}": needed for needed in values})
+    found = choices(gm, listed, inner_flow)
+    return listed, [replace(choice, verdict=unless_mask(choice.verdict)) for choice in found]
+
+
+def unless_mask(verdict: Verdict) -> Verdict:
+    """The verdict for a layer without a graph around it: no mask in the place of what somebody else may keep."""
+    if verdict.instead_of is None or not verdict.apply:
+        return verdict
+    return Verdict(
+        False,
+        f"kept: without a graph around it, who else keeps its {verdict.instead_of} is unknown",
+        "pass example inputs and capture='regions', so that the whole model is observed",
+    )
 
 
 def decide_by_observation(found: list[Choice], saved: SavedTensors) -> list[Verdict]:

@@ -318,3 +318,22 @@ def test_functional_and_method_forms() -> None:
 def test_metadata_check_names_the_node() -> None:
     with pytest.raises(RewriteError, match="conv: its value changed"):
         check_metadata({"conv": (((1,), torch.float32, (1,), "cpu"),)}, {"conv": (((2,), torch.float32, (1,), "cpu"),)})
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_layers_inside_modules_that_are_called_whole(given: bool) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3)
+    hooked = nn.Sequential(nn.Conv1d(8, 8, 1), nn.ReLU(), nn.Dropout(0.2))
+    hooked.register_forward_hook(lambda module, args, output: output * 2)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), hooked).requires_grad_(False)
+    x = torch.randn(5, 8, 8, requires_grad=True)
+    optimized = fxmem.optimize(model, (x,) if given else ())
+    eager, ours = compare(model, optimized, (x,))
+    assert ours.measurement.kept < eager.measurement.kept
+    rewritten = {d.module for d in optimized.decisions if d.rewritten}
+    assert {"0.layers.0.dropout", "0.layers.1.dropout2", "1.0", "1.2"} <= rewritten
+    assert not {"1.1"} & rewritten
+    for train in (False, True):
+        model.train(train)
+        optimized.train(train)
+        compare(model, optimized, (x,))
