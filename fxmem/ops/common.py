@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,6 +80,17 @@ def cast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     return tensor.to(dtype)
 
 
+# Pages that are private to the process and only read are all one page of zeros, so a stand-in may be used again and again.
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+
+
+@functools.lru_cache(maxsize=64)
+def _untouched(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    extent = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    pages = mmap.mmap(-1, extent * dtype.itemsize, **_PRIVATE)
+    return torch.frombuffer(pages, dtype=dtype).as_strided(shape, stride)
+
+
 @dataclass(frozen=True)
 class Layout:
     """Shape, strides and dtype of a tensor that is not kept."""
@@ -105,9 +117,7 @@ class Layout:
         if 0 in self.shape:
             return like.new_empty_strided(self.shape, self.stride, dtype=self.dtype)
         if like.device.type == "cpu" and type(like) in (Tensor, nn.Parameter):
-            extent = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
-            pages = mmap.mmap(-1, extent * self.dtype.itemsize)
-            return torch.frombuffer(pages, dtype=self.dtype).as_strided(self.shape, self.stride)
+            return _untouched(self.shape, self.stride, self.dtype)
         if len(self.shape) in (4, 5) and self.stride[1] == 1 and self.shape[1] > 1:
             # Channels-last is recognised by its strides alone, and all-zero strides read as contiguous.
             small = [1] * len(self.shape)

@@ -6,6 +6,7 @@ incoming gradient. Torch keeps the input all the same. The kernels called here, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,14 +38,22 @@ _library.define(
 )
 
 
+def _strides(size: tuple[int, ...] | list[int], channels_last: bool) -> Sequence[int]:
+    return make_channels_last_strides_for(size) if channels_last else make_contiguous_strides_for(size)
+
+
+@functools.lru_cache(maxsize=256)
+def _input_layout(size: tuple[int, ...], channels_last: bool, dtype: torch.dtype) -> Layout:
+    return Layout(size, tuple(_strides(size, channels_last)), dtype)
+
+
 def _backward_input(grad: Tensor, weight: Tensor, size: list[int], channels_last: bool, *options: Any) -> Tensor:
     """The gradient of a convolution's input, which kernels compute in the memory format of the input that they get."""
-    strides = make_channels_last_strides_for(size) if channels_last else make_contiguous_strides_for(size)
-    # A kernel makes contiguous what it gets, so on a real device a whole tensor is had more cheaply than an expanded one.
+    # A kernel makes contiguous what it gets, so a whole tensor is had more cheaply than an expanded one.
     if type(grad) is Tensor and grad.device.type == "cpu":
-        stand_in = Layout(tuple(size), tuple(strides), grad.dtype).stand_in(grad)
+        stand_in = _input_layout(tuple(size), channels_last, grad.dtype).stand_in(grad)
     else:
-        stand_in = grad.new_empty_strided(size, strides)
+        stand_in = grad.new_empty_strided(size, _strides(size, channels_last))
     result: Tensor = torch.ops.aten.convolution_backward.default(grad, stand_in, weight, None, *options, [True, False, False])[
         0
     ]
