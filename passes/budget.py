@@ -308,7 +308,7 @@ def _besides(rewrite: Rewrite) -> list[int]:
                 seen.add(id(t))
                 total += t.numel() * t.element_size()
         found.append(total)
-    return [a + b for a, b in zip(before, reversed(found), strict=True)]
+    return [a + b for a, b in zip(before, reversed(found), strict=True)] + [0] * len(rewrite.copied)
 
 
 def _joints(rewrite: Rewrite) -> list[int]:

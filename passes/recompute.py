@@ -110,6 +110,7 @@ class Value:
         single: its value, if that is one tensor that fills its storage: (shape, stride, dtype, bytes).
         kept: storages that autograd keeps for it, with their versions then.
         sizes: their bytes.
+        copies: kept storages that it copies inside: each with the storage that it reads and the geometry.
         moved: bytes of its operands and its value.
         flops: floating-point operations of matrix products, convolutions and attention.
         plain: whether there is no tensor in its value.
@@ -123,6 +124,7 @@ class Value:
     single: tuple[Any, ...] | None = None
     kept: list[tuple[int, int]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
+    copies: dict[int, tuple[int, runtime.Geometry]] = field(default_factory=dict)
     moved: int = 0
     flops: int = 0
     plain: bool = False
@@ -138,13 +140,14 @@ class Watch(Recorder):
         self.versions: dict[int, int] = {}
         self.alive: list[Any] = []
         self.outside: set[int] = set()
+        self.names: dict[int, str] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs ``n`` and notes everything about it."""
         operands = [self.env[a] for a in n.all_input_nodes]
         before = {storage_of(t): (t, t._version) for t in tensors_of(operands)}
         start = len(self.packed)
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False) as counter, runtime.Copies() as copies:
             result = super().run_node(n)
         tensors = list(tensors_of(result))
         self.alive.append(result)
@@ -159,6 +162,8 @@ class Watch(Recorder):
                 value.single = (tuple(result.shape), tuple(result.stride()), result.dtype, nbytes)
         value.moved = sum(t.numel() * t.element_size() for t in (*tensors, *(t for t, _ in before.values())))
         value.flops = counter.get_total_flops()
+        kept = {storage_of(t) for _, t in self.packed[start:] if t._version == 0}
+        value.copies = {s: copies.made[s] for s in kept if s in copies.made and s not in storages and s not in before}
         value.sizes = [t.untyped_storage().nbytes() for _, t in self.packed[start:]]
         value.kept = [(storage_of(t), t._version) for _, t in self.packed[start:]]
         for t in (*tensors, *(t for t, _ in before.values())):
@@ -207,6 +212,7 @@ def _observe(gm: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any], fakes: C
     watch, kinds = record(gm, graph, inputs, fakes(), Watch)
     assert isinstance(watch, Watch)
     watch.outside = set(kinds)
+    watch.names = {storage_of(t): name for name, t in gm.named_parameters() if kinds.get(storage_of(t)) == "parameter"}
     # Autograd's graph holds the recorder, which must not hold the graph.
     watch.env.clear()
     watch.alive.clear()
@@ -273,6 +279,23 @@ def _hooked(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
+class _Copied:
+    """A copy that a call makes inside and keeps.
+
+    Args:
+        node: the call.
+        source: the node whose value it copies; None for a parameter.
+        parameter: name of that.
+        geometry: how.
+    """
+
+    node: fx.Node
+    source: fx.Node | None
+    parameter: str
+    geometry: runtime.Geometry
+
+
+@dataclass(frozen=True)
 class Batch:
     """Values that one recipe makes.
 
@@ -318,10 +341,15 @@ class Rewrite:
                 position = self.position[owner]
                 if (self.items[position].nbytes or 0) >= _SMALLEST and node not in self.demands.setdefault(position, []):
                     self.demands[position].append(node)
+        self.copied: dict[int, _Copied] = {}
+        for node in self.nodes:
+            self._take_copies(node, watch.names)
         self.demands = {position: consumers for position, consumers in self.demands.items() if consumers}
 
     def separately(self, kept: Collection[int]) -> list[Batch]:
-        """A recipe for each wanted value that is not kept; a value that the next step keeps as its operand comes along.
+        """A recipe for each wanted value that is not kept; values on its way that only steps of it keep come along.
+
+        Backward wants those right after it, one step after the other.
 
         Args:
             kept: the plan.
@@ -334,12 +362,26 @@ class Rewrite:
             assert made is not None
             if i in along:
                 continue
-            last = self.nodes[i]
-            near = [j for a in last.all_input_nodes if (j := self.position[a]) in recipes and j in made]
-            near = [j for j in near if last in self.demands[j] and j not in along]
+            steps = {self.nodes[m] for m in made if m not in self.copied}
+            near = [j for j in made if j in recipes and j != i and j not in along and steps.issuperset(self.demands[j])]
             along.update(near)
-            batches.append(Batch(tuple(sorted(made)), (i, *near)))
+            batches.append(Batch(tuple(sorted(made)), (i, *sorted(near))))
         return batches[::-1]
+
+    def _take_copies(self, node: fx.Node, names: Mapping[int, str]) -> None:
+        """Adds a value for each large copy that a call makes inside and keeps, of a value of the graph or a parameter."""
+        sizes = dict(zip((s for s, _ in self.values[node].kept), self.values[node].sizes, strict=True))
+        for storage, (source, geometry) in self.values[node].copies.items():
+            owner = self._owner(source)
+            if sizes[storage] < _SMALLEST or (owner is None and source not in names):
+                continue
+            if owner is not None and self.position[owner] >= self.position[node]:
+                continue
+            position = len(self.items)
+            self.copied[position] = _Copied(node, owner, names.get(source, ""), geometry)
+            sources = () if owner is None else (self.position[owner],)
+            self.items.append(Item(sizes[storage], sources, _PER_OP + 2 * sizes[storage]))
+            self.demands[position] = [node]
 
     def _owner(self, storage: int) -> fx.Node | None:
         """The node whose value is the last content of a storage, if that is a value that can be kept."""
@@ -415,23 +457,35 @@ class Rewrite:
         """
         decisions = []
         entries: dict[fx.Node, list[tuple[fx.Node, int, fx.Node | None]]] = {}
-        self._hand_out_masks({self.nodes[m] for batch in batches for m in batch.made})
+        copies: dict[fx.Node, list[tuple[fx.Node, int, fx.Node, runtime.Geometry]]] = {}
+        self._hand_out_masks({self.nodes[m] for batch in batches for m in batch.made if m not in self.copied})
         for batch in batches:
             consumers = {c for i in batch.wanted for c in self.demands[i]}
             recipe = self._recipe(batch, consumers)
-            how = " -> ".join(op_name(self.gm, self.nodes[m]) for m in batch.made if not self._is_view(m))
+            how = " -> ".join(
+                "copy" if m in self.copied else op_name(self.gm, self.nodes[m]) for m in batch.made if not self._is_view(m)
+            )
             for index, i in enumerate(batch.wanted):
-                owner = self.nodes[i]
-                for consumer in self.demands[i]:
+                copied = self.copied.get(i)
+                owner = self.nodes[i] if copied is None else copied.node
+                if copied is not None:
+                    source = copied.source
+                    if source is None:
+                        with self.graph.inserting_before(self._start(self.position[owner])):
+                            source = self.graph.create_node("get_attr", copied.parameter)
+                    copies.setdefault(owner, []).append((recipe, index, source, copied.geometry))
+                for consumer in self.demands[i] if copied is None else ():
                     entries.setdefault(consumer, []).append((recipe, index, None if consumer is owner else owner))
                 nbytes = self.items[i].nbytes
                 reason = f"not kept: {nbytes} bytes are made again in backward by {how}"
                 decisions.append(Decision(owner.name, module_path(owner), "recompute", True, reason, None, source_of(owner)))
-        for consumer, found in entries.items():
-            self._consume(consumer, found)
+        for consumer in dict.fromkeys((*entries, *copies)):
+            self._consume(consumer, entries.get(consumer, []), copies.get(consumer, []))
         return decisions
 
     def _is_view(self, position: int) -> bool:
+        if position in self.copied:
+            return False
         value = self.values[self.nodes[position]]
         return not value.created and not value.changed
 
@@ -467,6 +521,7 @@ class Rewrite:
         program = fx.Graph()
         inside: dict[fx.Node, fx.Node] = {}
         operands: list[fx.Node] = []
+        values: dict[int, fx.Node] = {}
 
         def operand(node: fx.Node) -> fx.Node:
             if node not in inside:
@@ -478,13 +533,16 @@ class Rewrite:
         first = min(map(self.position.__getitem__, consumers))
         sources = {s for m in batch.made for s in self.items[m].sources or () if s not in batch.made}
         # A dropout that is made again is itself no source, and its mask is there right after it.
-        sources |= {m for m in batch.made if self.nodes[m] in self.masks}
+        sources |= {m for m in batch.made if m not in self.copied and self.nodes[m] in self.masks}
         after = max(sources, default=-1) + 1
         with self.graph.inserting_before(self._start(max(first, after))):
             for m in batch.made:
-                node = self.nodes[m]
-                inside[node] = self._step(program, node, operand)
-            program.output(tuple(inside[self.nodes[i]] for i in batch.wanted))
+                if m in self.copied:
+                    values[m] = self._copy(program, self.copied[m], operand)
+                else:
+                    node = self.nodes[m]
+                    values[m] = inside[node] = self._step(program, node, operand)
+            program.output(tuple(values[i] for i in batch.wanted))
             name = self._program(program)
             get = self.graph.create_node("get_attr", f"{RECIPES}.{name}")
             # Each placeholder was put in front of those before it.
@@ -496,6 +554,12 @@ class Rewrite:
         with self.graph.inserting_before(self._start(after)):
             self._call(runtime.fulfil, (recipe, get, *operands))
         return recipe
+
+    def _copy(self, program: fx.Graph, copied: _Copied, operand: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        source = copied.source or self.graph.create_node("get_attr", copied.parameter)
+        step = program.call_function(runtime.copy_again, (operand(source), copied.geometry))
+        step.meta["is_wrapped"] = True
+        return step
 
     def _start(self, position: int) -> fx.Node:
         """The first node of the call at a position, which may have become a pair and its first part."""
@@ -546,7 +610,12 @@ class Rewrite:
             holder.add_module(self.programs[key], program)
         return self.programs[key]
 
-    def _consume(self, node: fx.Node, found: list[tuple[fx.Node, int, fx.Node | None]]) -> None:
+    def _consume(
+        self,
+        node: fx.Node,
+        found: list[tuple[fx.Node, int, fx.Node | None]],
+        copies: list[tuple[fx.Node, int, fx.Node, runtime.Geometry]],
+    ) -> None:
         node = self._start(self.position[node])
         args: tuple[Any, ...] = node.args
         function: Any
@@ -559,7 +628,7 @@ class Rewrite:
                 function = self._function(node.target)
         kwargs = dict(node.kwargs)
         node.op, node.target = "call_function", runtime.consume
-        node.args, node.kwargs = (function, tuple(found), args, kwargs), {}
+        node.args, node.kwargs = (function, tuple(found), args, kwargs, *((tuple(copies),) if copies else ())), {}
         node.meta["is_wrapped"] = True
 
     def _function(self, target: Any) -> fx.Node:

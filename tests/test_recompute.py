@@ -201,6 +201,38 @@ def test_autocast(case: tuple[nn.Module, Tensor, float], planned_under_it: bool)
     compare_runs(run(model, (x,)), run(ours, (x,)))
 
 
+class _Attended(nn.Module):
+    """Torch's own attention layer, which copies its input inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(64), nn.MultiheadAttention(64, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.attention(h, h, h, need_weights=False)[0]
+
+
+def test_copies_that_a_layer_makes_inside() -> None:
+    model, x = nn.Sequential(_Attended(), _Attended()), torch.randn(8, 32, 64)
+    ours = fxmem.optimize(model, x, policy="recompute")
+    eager, found = compare(model, ours, (x,))
+    copied = x.numel() * x.element_size()
+    assert found.measurement.kept == eager.measurement.kept - 2 * copied
+    assert sum(d.reason.endswith("-> copy") for d in ours.decisions) == 2
+
+
+@pytest.mark.parametrize("name", ["mlp", "attention"])
+def test_no_low_precision_copies_under_autocast(name: str) -> None:
+    model, x, _ = _case(name)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = fxmem.optimize(model, x, policy="recompute")
+        eager, found = run(model, (x,)), run(ours, (x,))
+    compare_runs(eager, found)
+    assert found.measurement.kept <= 0.5 * eager.measurement.kept
+    compare_runs(run(model, (x,)), run(ours, (x,)))
+
+
 def test_backward_after_autocast() -> None:
     model, x, _ = _case("attention")
     ours = fxmem.optimize(model, x, policy="recompute")

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.autograd import Variable, forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxmem.ops.common import _PLAIN
 from fxmem.ops.dropout import Mask, dropout_again, dropout_with_mask
@@ -147,6 +148,52 @@ def _put_back(value: Any, tensors: Iterator[Tensor]) -> Any:
     return tuple(_put_back(v, tensors) for v in value) if type(value) is tuple else value
 
 
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Of a copy that a call makes inside: size, strides, offset and dtype of what is read; size, strides and dtype of the copy."""
+
+
+class Copies(TorchDispatchMode):
+    """Takes note of the copies that a call makes inside: of part of which storage, and with which geometry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[int, Geometry]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the op, and notes it if it copies."""
+        result = func(*args, **(kwargs or {}))
+        if func in _COPYING:
+            source = args[0]
+            if source.layout == result.layout == torch.strided and _is_new(source, result):
+                geometry = (*_geometry(source), source.dtype, tuple(result.shape), tuple(result.stride()), result.dtype)
+                self.made[result.untyped_storage()._cdata] = (source.untyped_storage()._cdata, geometry)
+        return result
+
+
+_COPYING = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+
+
+def _is_new(source: Tensor, result: Tensor) -> bool:
+    return source.untyped_storage()._cdata != result.untyped_storage()._cdata and source.device == result.device
+
+
+def _geometry(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    return tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
+
+
+@fx.wrap
+def copy_again(source: Tensor, geometry: Geometry) -> Tensor:
+    """A copy that a call made inside.
+
+    Args:
+        source: the value or parameter that it was made of.
+        geometry: how.
+    """
+    size, stride, offset, _, shape, strides, dtype = geometry
+    copied = torch.empty_strided(shape, strides, dtype=dtype, device=source.device)
+    return copied.copy_(source.as_strided(size, stride, offset))
+
+
 _UNSEEN = ContextVar("unseen", default=False)
 
 
@@ -235,6 +282,7 @@ def consume(
     recipes: tuple[tuple[Recipe | None, int, Tensor | None], ...],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    copies: tuple[tuple[Recipe | None, int, Tensor, Geometry], ...] = (),
 ) -> Any:
     """Calls ``function``; of what autograd keeps for it, values of the recipes stay as recipes.
 
@@ -243,13 +291,16 @@ def consume(
         recipes: (recipe, which of its values, that value); None as the value stands for what the function returns.
         args: its positional arguments.
         kwargs: its keyword arguments.
+        copies: (recipe, which of its values, the value or parameter that ``function`` copies inside, the geometry of that).
     """
     call: Callable[..., Any] = function if callable(function) else getattr(args[0], function)
     args = args if callable(function) else args[1:]
     present = [(r, i, v) for r, i, v in recipes if r is not None]
-    if not present:
+    inside = {(v.untyped_storage()._cdata, g): (r, i) for r, i, v, g in copies if r is not None and type(v) in _PLAIN}
+    if not present and not inside:
         return call(*args, **kwargs)
-    handles, result = _listen(lambda: call(*args, **kwargs))
+    with Copies() if inside else nullcontext() as seen:
+        handles, result = _listen(lambda: call(*args, **kwargs))
     known = {}
     for r, i, value in present:
         value = result if value is None else value
@@ -260,6 +311,9 @@ def consume(
         tensor = handle.tensor
         assert tensor is not None
         found = known.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
+        if found is None and seen is not None and tensor.layout == torch.strided and tensor._version == 0:
+            copied = inside.get(seen.made.get(tensor.untyped_storage()._cdata, (0, None)))
+            found = None if copied is None else (*copied, tensor.dtype)
         if found is None or found[2] != tensor.dtype:
             others.append(handle)
             continue
