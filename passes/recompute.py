@@ -550,7 +550,7 @@ class Rewrite:
             if after <= first:
                 return self._call(runtime.recipe, (get, *operands))
         with self.graph.inserting_before(self._start(first)):
-            recipe = self._call(runtime.promise, (self.nodes[first].all_input_nodes[0],))
+            recipe = self._call(runtime.promise, (self.values[self.nodes[first]].operands[0],))
         with self.graph.inserting_before(self._start(after)):
             self._call(runtime.fulfil, (recipe, get, *operands))
         return recipe
