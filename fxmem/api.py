@@ -114,7 +114,10 @@ def optimize(
                 remedy="Leave it out, or make the model traceable.",
             )
         if policy != "exact":
-            note = f"the policy {policy!r} needs a graph of the whole model, so everything went by the policy 'exact'"
+            note = (
+                f"the policy {policy!r} needs a graph of the whole model, so everything went by the policy 'exact'; "
+                "capture='export' may give one"
+            )
             vars(result)["notes"] = (*vars(result)["notes"], note)
     if optimizer is not None:
         vars(result)["optimizer"] = attach(result, optimizer)

@@ -147,6 +147,17 @@ def test_without_example_inputs() -> None:
     assert ours.measurement.kept < eager.measurement.kept
 
 
+def test_recompute_by_export() -> None:
+    _needs("transformers", "peft")
+    model = ecosystem.TRANSFORMERS["GPT-2"]
+    adapted = ecosystem.lora(model.build().train(), model.adapters)
+    by_regions: Any = fxmem.optimize(adapted, (), model.inputs(), policy="recompute")
+    assert any("capture='export' may give one" in note for note in by_regions.notes)
+    exported = fxmem.optimize(adapted, (), model.inputs(), policy="recompute", capture="export")
+    eager, ours = compare(adapted, exported, (), model.inputs())
+    assert ours.measurement.kept < 0.6 * eager.measurement.kept
+
+
 def test_report_shows_both_columns() -> None:
     _needs("transformers", "peft")
     model = ecosystem.TRANSFORMERS["BERT"]
