@@ -115,7 +115,9 @@ def _case(name: str) -> tuple[nn.Module, Tensor, float]:
     return build(), torch.randn(shape), most
 
 
-@pytest.fixture(params=list(CASES))
+@pytest.fixture(
+    params=[pytest.param(name, marks=pytest.mark.slow) if name in ("hardswish", "group norm") else name for name in CASES]
+)
 def case(request: Any) -> tuple[nn.Module, Tensor, float]:
     return _case(request.param)
 
