@@ -191,7 +191,7 @@ def _batches(rewrite: Rewrite, plan: Plan) -> list[Batch]:
     inside: dict[int, list[int]] = {}
     for i in rewrite.demands:
         for number, (low, high) in enumerate(plan.stretches):
-            if low <= i <= high and i not in plan.kept:
+            if low <= rewrite.place(i) <= high and i not in plan.kept:
                 inside.setdefault(number, []).append(i)
     batches = []
     for wanted in inside.values():
@@ -213,6 +213,7 @@ class _Family:
         self.cheap_items = cheap.items
         self.cheap = cheapest(cheap.items, sorted(cheap.demands), RATE)
         self.joints = _joints(heavy)
+        self.place = [heavy.place(i) for i in range(len(self.items))]
         self.free = frozenset(i for i, item in enumerate(self.items) if item.nbytes == 0)
         self.besides = _besides(heavy)
         self.start = self._plan((), frozenset(), 0)
@@ -239,35 +240,35 @@ class _Family:
     def _stretch(self, low: int, high: int, rate: float) -> tuple[frozenset[int], int]:
         """What to keep of one stretch, and the bytes of what is made in it and held."""
         local: list[Item] = []
-        for i in range(high + 1):
-            item = self.items[i]
-            outside = i < low or i == high
-            local.append(Item(item.nbytes, None) if outside and item.nbytes is not None else item)
-        wanted = [w for w in self.wanted if low <= w <= high]
+        for i, item in enumerate(self.items):
+            inside = low <= self.place[i] < high or (i != high and self.place[i] == high)
+            local.append(item if inside or item.nbytes is None else Item(item.nbytes, None))
+        wanted = [w for w in self.wanted if low <= self.place[w] <= high]
         kept, made = selection(local, {*wanted, high}, rate)
         held = sum(self.items[w].nbytes or 0 for w in wanted if w in made)
         return kept, held
 
     def _plan(self, stretches: tuple[tuple[int, int], ...], chosen: frozenset[int], held: int) -> Plan:
         end = stretches[-1][1] if stretches else -1
-        kept = self.free | chosen | {k for k in self.cheap if k > end}
+        kept = self.free | chosen | {k for k in self.cheap if self.place[k] > end}
         work = 0
         holds: list[tuple[int, int, int]] = []
         made: set[int] = set()
         for w in self.wanted:
             if w in kept:
                 continue
-            items = self.items if w <= end else self.cheap_items
+            items = self.items if self.place[w] <= end else self.cheap_items
             found = needed(items, kept, w)
             if found is None:
                 kept |= {w}
-            elif w <= end:
+            elif self.place[w] <= end:
                 made |= found
             else:
                 work += sum(items[m].work for m in found)
         work += sum(self.items[m].work for m in made)
         for low, high in stretches or ((0, len(self.items) - 1),):
-            held = sum(self.items[w].nbytes or 0 for w in self.wanted if low <= w <= high and w not in kept) if stretches else 0
+            own = [w for w in self.wanted if stretches and low <= self.place[w] <= high and w not in kept]
+            held = sum(self.items[w].nbytes or 0 for w in own)
             holds.append((low, high, held))
         nbytes = sum(self.items[k].nbytes or 0 for k in kept)
         return Plan(kept, stretches, work, self._peak(kept, end, holds), nbytes)
@@ -276,9 +277,12 @@ class _Family:
         """The most that is alive in backward, from the last value to the first."""
         below = 0
         at: list[int] = []
-        for i, item in enumerate(self.items):
-            below += (item.nbytes or 0) if i in kept else 0
-            at.append(below + self.besides[i])
+        made: dict[int, int] = {}
+        for k in kept:
+            made[self.place[k]] = made.get(self.place[k], 0) + (self.items[k].nbytes or 0)
+        for i, besides in enumerate(self.besides):
+            below += made.get(i, 0)
+            at.append(below + besides)
         return max([*at[end + 1 :], *(max(at[low : high + 1]) + held for low, high, held in holds)], default=0)
 
 
@@ -308,7 +312,7 @@ def _besides(rewrite: Rewrite) -> list[int]:
                 seen.add(id(t))
                 total += t.numel() * t.element_size()
         found.append(total)
-    return [a + b for a, b in zip(before, reversed(found), strict=True)] + [0] * len(rewrite.copied)
+    return [a + b for a, b in zip(before, reversed(found), strict=True)]
 
 
 def _joints(rewrite: Rewrite) -> list[int]:

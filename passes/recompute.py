@@ -346,6 +346,11 @@ class Rewrite:
             self._take_copies(node, watch.names)
         self.demands = {position: consumers for position, consumers in self.demands.items() if consumers}
 
+    def place(self, position: int) -> int:
+        """Where a value is in the graph; a copy that a call makes inside is where the call is."""
+        copied = self.copied.get(position)
+        return position if copied is None else self.position[copied.node]
+
     def separately(self, kept: Collection[int]) -> list[Batch]:
         """A recipe for each wanted value that is not kept; values on its way that only steps of it keep come along.
 
