@@ -196,7 +196,7 @@ def _relu_pack_impl(input: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _nonzero(block: Tensor, out: Tensor | None) -> Tensor:
-    return torch.ne(block, 0, out=out)
+    return torch.ne(block, 0, out=torch.empty_like(block) if out is None else out)
 
 
 def pack_flat(
