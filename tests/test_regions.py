@@ -481,7 +481,6 @@ def test_an_optimizer_comes_along() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`-wrapped function")
 def test_compiled() -> None:
     model = frozen(Branching(1)).eval()
     optimized = fxmem.optimize(model, (X,))

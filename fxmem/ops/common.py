@@ -116,7 +116,8 @@ class Layout:
         """
         if 0 in self.shape:
             return like.new_empty_strided(self.shape, self.stride, dtype=self.dtype)
-        if like.device.type == "cpu" and type(like) in (Tensor, nn.Parameter):
+        # To Dynamo a fake tensor passes for a plain one.
+        if like.device.type == "cpu" and type(like) in (Tensor, nn.Parameter) and not torch.compiler.is_dynamo_compiling():
             return _untouched(self.shape, self.stride, self.dtype)
         if len(self.shape) in (4, 5) and self.stride[1] == 1 and self.shape[1] > 1:
             # Channels-last is recognised by its strides alone, and all-zero strides read as contiguous.
