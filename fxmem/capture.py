@@ -38,6 +38,7 @@ class Capture:
         opaque: paths of modules that were not looked into, each with the reason.
         constants: tensors that the traced code made by itself; the graph reads them under ``CONSTANTS``.
         written: plain attributes that the forward sets on every call, which the graph does not.
+        inlined: paths of modules whose forward is part of the graph, so that nobody calls them; the root left out.
     """
 
     graph: fx.Graph
@@ -45,6 +46,7 @@ class Capture:
     opaque: Mapping[str, str]
     constants: Mapping[str, torch.Tensor]
     written: tuple[str, ...]
+    inlined: tuple[str, ...] = ()
 
 
 def check_model(model: object) -> nn.Module:
@@ -343,7 +345,7 @@ def _run(tracer: _Tracer, model: nn.Module, concrete: dict[str, Any] | None) -> 
     for node in graph.nodes:
         if node.op == "get_attr" and node.target in constants:
             node.target = f"{CONSTANTS}.{node.target}"
-    return Capture(graph, dict(modes), tracer.opaque, constants, written)
+    return Capture(graph, dict(modes), tracer.opaque, constants, written, tuple(tracer.inlined))
 
 
 class _Tensor:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.graph_module import reduce_graph_module
 from torch.utils._pytree import tree_unflatten
 
-from fxmem.capture import CONSTANTS, Capture, trace
+from fxmem.capture import CONSTANTS, Capture, has_hooks, trace
 from fxmem.errors import ArgumentError, CaptureError, FxmemError
 from fxmem.export import Interface
 from fxmem.optim import Adapprox
@@ -108,6 +108,7 @@ class OptimizedModule(fx.GraphModule):
 
     def _set_graph(self, capture: Capture) -> None:
         self.__dict__["_modes"] = dict(capture.modes)
+        self.__dict__["_inlined"] = capture.inlined
         self.__dict__["_opaque"] = dict(capture.opaque)
         self.__dict__["notes"] = tuple(f"the forward sets {name} on every call; the graph does not" for name in capture.written)
         self.graph = capture.graph
@@ -132,9 +133,15 @@ class OptimizedModule(fx.GraphModule):
     # Everything below this line keeps the module true to its model while flags change and copies are made.
 
     def recompile(self) -> Any:
-        """Generates the code of the graph; where the traced code read train/eval flags, the code checks them first."""
-        code = super().recompile()
-        cls = type(self)
+        """Generates the code of the graph; what the traced code took for granted is checked first."""
+        outer = type(self)
+        # Torch generates into the class of its own that every GraphModule has; fully_shard puts a subclass over that.
+        cls: Any = next(c for c in outer.__mro__ if OptimizedModule in c.__bases__)
+        self.__class__ = cls
+        try:
+            code = super().recompile()
+        finally:
+            self.__class__ = outer
         generated = cls.forward
         if self.__dict__.get("_interface") is not None:
 
@@ -144,7 +151,7 @@ class OptimizedModule(fx.GraphModule):
                 return tree_unflatten(generated(self, *interface.inputs(args, kwargs)), interface.out)
 
             cls.forward = call
-        elif self.__dict__.get("_modes"):
+        elif self.__dict__.get("_modes") or self.__dict__.get("_inlined"):
 
             def forward(self: OptimizedModule, *args: Any, **kwargs: Any) -> Any:
                 if self._stale():
@@ -180,10 +187,15 @@ class OptimizedModule(fx.GraphModule):
 
     def _stale(self) -> bool:
         modes: dict[str, bool] = self.__dict__["_modes"]
-        return any(self.get_submodule(path).training != mode for path, mode in modes.items())
+        return any(self.get_submodule(path).training != mode for path, mode in modes.items()) or any(
+            has_hooks(self.get_submodule(path)) for path in self.__dict__["_inlined"]
+        )
 
     def _respecialize(self) -> None:
-        """Captures the model again under the flags as they are now, and rewrites it from structure."""
+        """Captures the model again under the flags and hooks as they are now, and rewrites it from structure.
+
+        A module that was given hooks since (by the user, or by ``fully_shard``) is called as a whole from then on.
+        """
         source = self.source()
         with _flags_of(self, source):
             capture = trace(source, self.__dict__["_given"])

@@ -135,6 +135,20 @@ def test_hooks_on_rewritten_modules_fire() -> None:
     assert seen[8:] == ["late"]
 
 
+def test_hooks_registered_later_on_what_the_graph_looked_into_fire() -> None:
+    """``fully_shard`` gathers parameters in such hooks."""
+    model = _frozen()
+    ours = fxmem.optimize(model, _x())
+    kept = fxmem.measure(ours, _x()).kept
+    seen: list[str] = []
+    ours.get_submodule("features").register_forward_hook(lambda m, args, out: seen.append("late"))
+    compare(model, ours, (_x(),))
+    assert seen == ["late"] * 2  # the model shares its hooks
+    run(copy.deepcopy(ours), (_x(),))
+    assert len(seen) == 3
+    assert fxmem.measure(ours, _x()).kept == kept
+
+
 @pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize("norm", [weight_norm, spectral_norm, parametrizations.weight_norm, parametrizations.spectral_norm])
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
