@@ -85,11 +85,12 @@ def same(a: Run, b: Run) -> bool:
 def study(name: str, lora: bool, pairs: int, timed: bool) -> list[dict[str, Any]]:
     """All variants of one model."""
     rows = []
-    eager, reference = None, None
+    eager, reference, buffers = None, None, {}
     for label, model, args, planned in variants(name, lora):
         measured = run(model, args)
         if eager is None or reference is None:
             eager, reference = model, measured
+            buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
         row = {
             "model": name,
             "trains": "LoRA" if lora else "everything",
@@ -102,6 +103,10 @@ def study(name: str, lora: bool, pairs: int, timed: bool) -> list[dict[str, Any]
         }
         rows.append(row)
         print(row, flush=True)
+        with torch.no_grad():
+            # Timing moved the running statistics, which all variants but the checkpoints share.
+            for n, b in eager.named_buffers():
+                b.copy_(buffers[n])
     return rows
 
 
