@@ -103,6 +103,18 @@ def test_readme_example_runs() -> None:
     assert "Measurement(kept=" in done.stdout
 
 
+def test_readme_training_loops_run(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text()
+    first = text.split("```python\n")[1].split("```")[0]
+    loops = text.split("### Train: ")[1].split("\n### ")[0].split("```python\n")[1:]
+    assert len(loops) == 2
+    code = "\n".join([first, *(part.split("```")[0] for part in loops)])
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert {folder.name for folder in (tmp_path / "out").iterdir()} == {"checkpoint-2", "checkpoint-4"}
+    assert (tmp_path / "out" / "checkpoint-4" / "adapter_model.safetensors").exists()
+
+
 def test_a_checkout_works_where_it_is_not_installed() -> None:
     code = (
         "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f)];"
