@@ -59,7 +59,8 @@ def optimize(
             as far as that takes, matrix products and convolutions included, at the least extra work.
         capture: how to get the graph. ``"symbolic"`` traces the whole model with ``torch.fx``. ``"export"`` takes
             ``torch.export``, which needs example inputs and fixes the mode (``train()`` and ``eval()`` refuse to change what
-            the graph depends on), the arguments that are no tensors and all sizes but the batch's. ``"regions"`` works region
+            the graph depends on), the arguments that are no tensors and all sizes but the batch's. Hooks that
+            submodules get afterwards do not fire, as nobody calls them. ``"regions"`` works region
             by region. ``"auto"`` is the first, and the last where that cannot: by regions as little is kept as by export, and
             the model keeps its interface, its modes and its shapes.
         fullgraph: whether ``"auto"`` takes export in the place of regions, and raises, naming the line, if that cannot either.

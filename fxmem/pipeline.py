@@ -200,9 +200,14 @@ class OptimizedModule(fx.GraphModule):
         with _flags_of(self, source):
             capture = trace(source, self.__dict__["_given"])
         _add_constants(self, capture)
-        self._modules.pop(RECIPES, None)
+        recipes = self._modules.pop(RECIPES, None)
         self._set_graph(capture)
         rewrite(self, None)
+        if recipes is not None:
+            note = (
+                "flags or hooks changed after optimize, so everything goes by the policy 'exact' until optimize is called again"
+            )
+            self.__dict__["notes"] = (*self.notes, note)
 
     def _check_unchanged(self) -> None:
         source: Any = self._source

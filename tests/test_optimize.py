@@ -18,6 +18,7 @@ from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_
 
 import fxmem
 from fxmem.measure import run
+from fxmem.passes.recompute import RECIPES
 
 
 class Small(nn.Module):
@@ -147,6 +148,18 @@ def test_hooks_registered_later_on_what_the_graph_looked_into_fire() -> None:
     run(copy.deepcopy(ours), (_x(),))
     assert len(seen) == 3
     assert fxmem.measure(ours, _x()).kept == kept
+
+
+def test_hooks_registered_later_end_a_policy_and_the_notes_say_so() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64)), nn.ReLU())
+    x = torch.randn(64, 64, requires_grad=True)
+    ours = fxmem.optimize(model, x, policy="recompute")
+    compare(model, ours, (x,))
+    assert not ours.notes
+    assert RECIPES in ours._modules
+    ours.get_submodule("0").register_forward_hook(lambda m, args, out: None)
+    compare(model, ours, (x,))
+    assert "policy 'exact'" in ours.notes[-1]
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
