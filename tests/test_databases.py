@@ -35,6 +35,7 @@ from fxmem.ops.common import Rule, Site
 NO_SAMPLES = {
     "RReLU": "not in module_db; its function is in op_db, the module in tests/ops/test_activation.py",
     "Hardsigmoid": "not in module_db; its function is in op_db, the module in tests/ops/test_activation.py",
+    "Upsample": "not in module_db; its function is in op_db, the module in tests/ops/test_shape_only.py",
     "Dropout": "not in module_db; its function is in op_db, the module in tests/ops/test_dropout.py",
 }
 # Forms that take the arguments of the samples under other names (None: not at all).
@@ -46,15 +47,23 @@ RENAMED: dict[Callable[..., Any], dict[str, str | None]] = {
 PROMISED: dict[str, Callable[[Tensor, Tensor], int]] = {
     "max_pool": lambda input, output: output.numel(),
     **dict.fromkeys(
-        ("relu", "leaky_relu", "rrelu", "hardtanh", "hardsigmoid", "threshold", "hardshrink", "softshrink", "dropout"),
+        (
+            *("relu", "leaky_relu", "rrelu", "hardtanh", "hardsigmoid", "threshold", "hardshrink", "softshrink"),
+            *("clamp", "prelu", "dropout"),
+        ),
         lambda input, output: -(-input.numel() // 8),
     ),
+    "logsigmoid": lambda input, output: input.nbytes,
     "abs": lambda input, output: 2 * -(-input.numel() // 8),
 }
 # Rules that win only where these tests do not go.
 NO_WIN = {"linear": "only under autocast"}
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 FEW = 8  # samples of a form in the quick tests
+
+
+def _bare(name: str) -> str:
+    return name.rpartition(".")[2].replace("_", "")
 
 
 @dataclass(frozen=True)
@@ -74,13 +83,9 @@ class Form:
     @property
     def samples_of(self) -> list[int]:
         """The entries of op_db whose samples it takes, by their place there."""
-        bare = self.name.strip("_")
-        return [
-            i
-            for i, info in enumerate(op_db)
-            if info.supports_autograd
-            and bare in {info.name.rpartition(".")[2].strip("_"), *(a.name.rpartition(".")[2] for a in info.aliases)}
-        ]
+        known = [(i, info) for i, info in enumerate(op_db) if info.supports_autograd]
+        names = {i: (info.name, *(alias.name for alias in info.aliases)) for i, info in known}
+        return [i for i in names if _bare(self.name) in {_bare(name) for name in names[i]}]
 
 
 def _method(name: str) -> Callable[..., Any]:
@@ -238,6 +243,14 @@ def check(form: Form, args: Any, kwargs: Any) -> tuple[int, int]:
     return compared, won
 
 
+def _with_numbers(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Clamp's samples have tensors for bounds, which are torch's own matter; each gives way to a number of the input."""
+    input, *rest = args
+    number = float(input.flatten()[0]) if input.numel() else 1.0
+    rest, kwargs = torch.utils._pytree.tree_map_only(Tensor, lambda _: number, (rest, kwargs))
+    return (input, *rest), kwargs
+
+
 def check_form(form: Form, dtypes: Sequence[torch.dtype], most: int | None) -> None:
     """Compares samples of a form; some must be taken, and in some of them less must be kept."""
     assert form.samples_of or form.name in NO_SAMPLES, "the databases have no samples for it; NO_SAMPLES does not say why"
@@ -251,8 +264,11 @@ def check_form(form: Form, dtypes: Sequence[torch.dtype], most: int | None) -> N
                     continue
                 if (extra or form.inplace) and sample.broadcasts_input:
                     continue
+                args, kwargs = (sample.input, *sample.args), {**sample.kwargs, **extra}
+                if form.rule.name == "clamp":
+                    args, kwargs = _with_numbers(args, kwargs)
                 try:
-                    found = check(form, (sample.input, *sample.args), {**sample.kwargs, **extra})
+                    found = check(form, args, kwargs)
                 except Refused:
                     continue
                 except AssertionError as error:

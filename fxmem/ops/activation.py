@@ -8,25 +8,28 @@ for bounds that the dtype rounds is torch's own answer. For NaN the kernels of h
 vector code gives 0 and scalar code the incoming gradient, and which of the two meets an element depends on its place, on the
 layout of the gradient and on the number of threads. On one thread, for a gradient laid out like the output, ours is eager's.
 
-The derivative of the absolute value has three values, because it is 0 at 0; it takes two bits.
+The derivative of the absolute value has three values, because it is 0 at 0; it takes two bits. A trainable weight of
+PReLU needs the input; with a frozen one a bit is enough. ``clamp`` is here too, with numbers for bounds.
 
-Left out: PReLU, whose weight's gradient needs the input; RReLU in train mode, whose noise is not piecewise constant.
+Log-sigmoid is not piecewise linear, but on CPU torch keeps an exponential of the input's size beside the input; here it is
+computed again, by the same kernel.
+
+Left out: RReLU in train mode, whose noise is not piecewise constant; ``clamp`` between tensors, ``maximum``
+and ``minimum``, which halve the gradient where two values are equal and keep several tensors for that.
 """
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function
 
-from fxmem.ops.common import NO_GRADIENT, Rule, Site, Verdict, engaged, intercepted, is_dense, is_leaf_memory
+from fxmem.ops.common import NO_GRADIENT, Rule, Site, Verdict, engaged, form, is_dense, is_leaf_memory, weight_trains
 from fxmem.ops.packing import flat, hardtanh_backward, leaky_backward, pack_flat, pack_nonzero, threshold_backward, unpack
 
 aten = torch.ops.aten
@@ -34,10 +37,23 @@ aten = torch.ops.aten
 _library = torch.library.Library("fxmem", "FRAGMENT")
 _library.define("pack_piece(Tensor input, str kind, float[] bounds) -> Tensor")
 
+
+def _passes_at_its_bound() -> bool:
+    """Whether the derivative of clamp is 1 at a bound; there is no kernel of it to ask, and versions of torch differ."""
+    with torch.inference_mode(False), torch.enable_grad(), torch._C._DisableTorchDispatch():
+        x = torch.ones((), device="cpu", requires_grad=True)
+        return bool(torch.autograd.grad(torch.clamp(x, min=1.0), x)[0])
+
+
+ABOVE, BELOW = (torch.ge, torch.le) if _passes_at_its_bound() else (torch.gt, torch.lt)
+
 # For each kind of piece, torch's kernel that writes something nonzero where an element is on it: (input, bounds, out).
 _PIECES: dict[str, Callable[..., object]] = {
     "positive": lambda t, bounds, out: torch.gt(t, 0, out=out),
     "negative": lambda t, bounds, out: torch.lt(t, 0, out=out),
+    "above": lambda t, bounds, out: ABOVE(t, *bounds, out=out),
+    "below": lambda t, bounds, out: BELOW(t, *bounds, out=out),
+    "clamp": lambda t, bounds, out: ABOVE(t, bounds[0], out=out).mul_(BELOW(t, bounds[1], out=torch.empty_like(out))),
     "hardtanh": lambda t, bounds, out: aten.hardtanh_backward.grad_input(_ones(t), t, *bounds, grad_input=out),
     "hardsigmoid": lambda t, bounds, out: aten.hardsigmoid_backward.grad_input(_ones(t), t, grad_input=out),
     "threshold": lambda t, bounds, out: aten.threshold_backward.grad_input(_ones(t), t, *bounds, grad_input=out),
@@ -126,7 +142,7 @@ class _Activation(torch.autograd.Function):
             result = _MASKED[ctx.kind](grad, mask, *ctx.bounds)
         elif ctx.kind == "leaky":
             result = leaky_backward(grad, packed, ctx.stride, *ctx.bounds)
-        elif ctx.kind == "threshold":
+        elif ctx.kind in ("threshold", "above", "below", "clamp"):
             result = threshold_backward(grad, packed, ctx.stride)
         else:
             result = hardtanh_backward(grad, packed, ctx.stride)
@@ -151,6 +167,7 @@ def _by_hardtanh(grad: Tensor, mask: Tensor, *_: float) -> Tensor:
 _MASKED: dict[str, Callable[..., Tensor]] = {
     "leaky": lambda grad, mask, slope: aten.leaky_relu_backward(grad, mask, slope, False),
     "threshold": lambda grad, mask, _: aten.threshold_backward(grad, mask, 0),
+    **dict.fromkeys(("above", "below", "clamp"), lambda grad, mask, *_: torch.where(mask > 0, grad, 0.0)),
     "hardtanh": _by_hardtanh,
     "hardsigmoid": _by_hardtanh,
     "hardshrink": _by_hardtanh,
@@ -158,26 +175,11 @@ _MASKED: dict[str, Callable[..., Tensor]] = {
 }
 
 
-_Form = TypeVar("_Form", bound=Callable[..., Tensor])
-
-
-def _form(ours: _Form) -> _Form:
-    """Our form of an activation, which tracers and modes get to see as one call."""
-
-    @functools.wraps(ours)
-    def form(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if intercepted(input):
-            return handle_torch_function(form, (input,), input, *args, **kwargs)
-        return ours(input, *args, **kwargs)
-
-    return cast(_Form, form)
-
-
 def _served(input: Tensor, inplace: bool = False) -> bool:
     return engaged(input) and input.is_floating_point() and not (inplace and is_leaf_memory(input))
 
 
-@_form
+@form
 def leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
     """``torch.nn.functional.leaky_relu`` that keeps one bit per element for backward.
 
@@ -192,13 +194,13 @@ def leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = Fals
     return _Activation.apply(input, F.leaky_relu, (negative_slope, inplace), inplace, "leaky", float(negative_slope))
 
 
-@_form
+@form
 def leaky_relu_(input: Tensor, negative_slope: float = 0.01) -> Tensor:
     """``torch.nn.functional.leaky_relu_`` that keeps one bit per element for backward."""
     return leaky_relu(input, negative_slope, True) if _served(input, True) else F.leaky_relu_(input, negative_slope)
 
 
-@_form
+@form
 def rrelu(
     input: Tensor, lower: float = 1.0 / 8, upper: float = 1.0 / 3, training: bool = False, inplace: bool = False
 ) -> Tensor:
@@ -225,7 +227,7 @@ def _mean_rrelu(input: Tensor, slope: float, inplace: bool) -> Tensor:
     return aten.leaky_relu.out(input, slope, out=out)
 
 
-@_form
+@form
 def rrelu_(input: Tensor, lower: float = 1.0 / 8, upper: float = 1.0 / 3, training: bool = False) -> Tensor:
     """``torch.nn.functional.rrelu_`` that outside of training keeps one bit per element for backward."""
     if not _served(input, True):
@@ -233,7 +235,7 @@ def rrelu_(input: Tensor, lower: float = 1.0 / 8, upper: float = 1.0 / 3, traini
     return rrelu(input, lower, upper, training, True)
 
 
-@_form
+@form
 def hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor:
     """``torch.nn.functional.hardtanh`` that keeps one bit per element for backward.
 
@@ -249,13 +251,13 @@ def hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace
     return _Activation.apply(input, F.hardtanh, (min_val, max_val, inplace), inplace, "hardtanh", *bounds)
 
 
-@_form
+@form
 def hardtanh_(input: Tensor, min_val: float = -1.0, max_val: float = 1.0) -> Tensor:
     """``torch.nn.functional.hardtanh_`` that keeps one bit per element for backward."""
     return hardtanh(input, min_val, max_val, True) if _served(input, True) else F.hardtanh_(input, min_val, max_val)
 
 
-@_form
+@form
 def relu6(input: Tensor, inplace: bool = False) -> Tensor:
     """``torch.nn.functional.relu6`` that keeps one bit per element for backward.
 
@@ -268,13 +270,13 @@ def relu6(input: Tensor, inplace: bool = False) -> Tensor:
     return _Activation.apply(input, F.relu6, (inplace,), inplace, "hardtanh", 0.0, 6.0)
 
 
-@_form
+@form
 def relu6_(input: Tensor) -> Tensor:
     """``relu6`` in place."""
     return relu6(input, True) if _served(input, True) else torch._C._nn.relu6_(input)
 
 
-@_form
+@form
 def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
     """``torch.nn.functional.hardsigmoid`` that keeps one bit per element for backward.
 
@@ -287,13 +289,13 @@ def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
     return _Activation.apply(input, F.hardsigmoid, (inplace,), inplace, "hardsigmoid")
 
 
-@_form
+@form
 def hardsigmoid_(input: Tensor) -> Tensor:
     """``hardsigmoid`` in place."""
     return hardsigmoid(input, True) if _served(input, True) else torch._C._nn.hardsigmoid_(input)
 
 
-@_form
+@form
 def threshold(input: Tensor, threshold: float, value: float, inplace: bool = False) -> Tensor:
     """``torch.nn.functional.threshold`` that keeps one bit per element for backward.
 
@@ -308,7 +310,7 @@ def threshold(input: Tensor, threshold: float, value: float, inplace: bool = Fal
     return _Activation.apply(input, F.threshold, (threshold, value, inplace), inplace, "threshold", float(threshold))
 
 
-@_form
+@form
 def threshold_(input: Tensor, threshold: float, value: float) -> Tensor:
     """``torch.nn.functional.threshold_`` that keeps one bit per element for backward."""
     return _threshold(input, threshold, value, True) if _served(input, True) else torch.threshold_(input, threshold, value)
@@ -317,7 +319,7 @@ def threshold_(input: Tensor, threshold: float, value: float) -> Tensor:
 _threshold = threshold
 
 
-@_form
+@form
 def hardshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
     """``torch.nn.functional.hardshrink`` that keeps one bit per element for backward.
 
@@ -330,7 +332,7 @@ def hardshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
     return _Activation.apply(input, F.hardshrink, (lambd,), False, "hardshrink", float(lambd))
 
 
-@_form
+@form
 def softshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
     """``torch.nn.functional.softshrink`` that keeps one bit per element for backward.
 
@@ -343,7 +345,7 @@ def softshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
     return _Activation.apply(input, F.softshrink, (lambd,), False, "softshrink", float(lambd))
 
 
-@_form
+@form
 def abs(input: Tensor) -> Tensor:
     """``torch.abs`` that keeps two bits per element for backward.
 
@@ -353,10 +355,125 @@ def abs(input: Tensor) -> Tensor:
     return _Activation.apply(input, torch.abs, (), False, "abs") if _served(input) else torch.abs(input)
 
 
-@_form
+@form
 def abs_(input: Tensor) -> Tensor:
     """``torch.abs_`` that keeps two bits per element for backward."""
     return _Activation.apply(input, torch.abs_, (), True, "abs") if _served(input, True) else torch.abs_(input)
+
+
+def _bound(bound: Any) -> bool:
+    return isinstance(bound, int | float) and not isinstance(bound, bool)
+
+
+def _clamp(input: Tensor, min: Any, max: Any, run: Callable[..., Tensor], inplace: bool) -> Tensor:
+    bounds = tuple(b for b in (min, max) if b is not None)
+    if not bounds or not all(_bound(b) for b in bounds) or not _served(input, inplace):
+        return run(input, min, max)
+    kind = "clamp" if len(bounds) == 2 else "above" if max is None else "below"
+    return _Activation.apply(input, run, (min, max), inplace, kind, *bounds)
+
+
+@form
+def clamp(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
+    """``torch.clamp`` that keeps one bit per element for backward.
+
+    Args:
+        input: any shape, floating-point.
+        min: a number, or None; torch's op runs for a tensor.
+        max: likewise.
+    """
+    return _clamp(input, min, max, torch.clamp, False)
+
+
+@form
+def clamp_(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
+    """``torch.clamp_`` that keeps one bit per element for backward."""
+    return _clamp(input, min, max, torch.clamp_, True)
+
+
+@form
+def clamp_min(input: Tensor, min: Any) -> Tensor:
+    """``torch.clamp_min`` that keeps one bit per element for backward."""
+    return _clamp(input, min, None, lambda x, min, _: torch.clamp_min(x, min), False)
+
+
+@form
+def clamp_min_(input: Tensor, min: Any) -> Tensor:
+    """``torch.clamp_min_`` that keeps one bit per element for backward."""
+    return _clamp(input, min, None, lambda x, min, _: torch.clamp_min_(x, min), True)
+
+
+@form
+def clamp_max(input: Tensor, max: Any) -> Tensor:
+    """``torch.clamp_max`` that keeps one bit per element for backward."""
+    return _clamp(input, None, max, lambda x, _, max: torch.clamp_max(x, max), False)
+
+
+@form
+def clamp_max_(input: Tensor, max: Any) -> Tensor:
+    """``torch.clamp_max_`` that keeps one bit per element for backward."""
+    return _clamp(input, None, max, lambda x, _, max: torch.clamp_max_(x, max), True)
+
+
+class _PReLU(torch.autograd.Function):
+    """PReLU with a frozen weight."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
+        own = _distinct(input)
+        ctx.shape = tuple(own.shape)
+        ctx.stride = tuple(own.stride() if is_dense(own) else torch.empty_like(own, device="meta").stride())
+        ctx.save_for_backward(pack_piece(own, "positive", ()), weight)
+        return torch.prelu(input, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        packed, weight = ctx.saved_tensors
+        # Torch's second derivative takes 0 to be positive, its first does not; here zeros are -1 to both.
+        mask = unpack(packed, ctx.shape, ctx.stride, grad.dtype).mul_(2).sub_(1).expand(grad.shape)
+        # As torch lays the weight out: along the second dimension.
+        channels = [weight.numel() if dim == min(1, grad.dim() - 1) else 1 for dim in range(grad.dim())]
+        return aten._prelu_kernel_backward(grad, mask, weight.reshape(channels))[0], None
+
+
+@form
+def prelu(input: Tensor, weight: Tensor) -> Tensor:
+    """``torch.nn.functional.prelu`` that keeps one bit per element for backward if the weight is frozen.
+
+    Args:
+        input: any shape, floating-point.
+        weight: one element, or one per channel.
+    """
+    if weight.requires_grad or weight.dim() > 1 or not _served(input) or not engaged(input, weight):
+        return F.prelu(input, weight)
+    return _PReLU.apply(input, weight)
+
+
+class _LogSigmoid(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor) -> Tensor:
+        ctx.save_for_backward(input)
+        return F.logsigmoid(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (input,) = ctx.saved_tensors
+        with torch.no_grad():
+            buffer = aten.log_sigmoid_forward(input)[1]
+        return aten.log_sigmoid_backward(grad, input, buffer)
+
+
+@form
+def logsigmoid(input: Tensor) -> Tensor:
+    """``torch.nn.functional.logsigmoid`` that keeps its input alone.
+
+    Args:
+        input: any shape, floating-point.
+    """
+    # On other devices torch keeps the input alone, too.
+    if input.device.type != "cpu" or not _served(input):
+        return F.logsigmoid(input)
+    return _LogSigmoid.apply(input)
 
 
 class SelectiveLeakyReLU(nn.LeakyReLU):
@@ -428,6 +545,22 @@ class SelectiveSoftshrink(nn.Softshrink):
         return softshrink(input, self.lambd) if pack else super().forward(input)
 
 
+class SelectivePReLU(nn.PReLU):
+    """``torch.nn.PReLU`` that keeps one bit per element for backward if its weight is frozen."""
+
+    def forward(self, input: Tensor, pack: bool = True) -> Tensor:
+        """Applies PReLU."""
+        return prelu(input, self.weight) if pack else super().forward(input)
+
+
+class SelectiveLogSigmoid(nn.LogSigmoid):
+    """``torch.nn.LogSigmoid`` that keeps its input alone."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Applies the logarithm of the sigmoid."""
+        return logsigmoid(input)
+
+
 _ONE = "dropped: the derivative needs one bit per element"
 _TWO = "dropped: the derivative needs two bits per element"
 
@@ -459,6 +592,23 @@ def _check_abs(site: Site) -> Verdict:
     if not site.needs("input"):
         return NO_GRADIENT
     return Verdict(True, _TWO, instead_of=None if site.inplace else "input", bits=2)
+
+
+def _check_clamp(site: Site) -> Verdict:
+    bounds = [site.arguments[b] for b in ("min", "max") if site.arguments.get(b) is not None]
+    if site.needs("input") and not all(_bound(b) for b in bounds):
+        return Verdict(False, "kept: between tensors the derivative takes one of several values")
+    return _check(site)
+
+
+def _check_prelu(site: Site) -> Verdict:
+    return weight_trains(site) if site.needs("weight") else _check(site)
+
+
+def _check_logsigmoid(site: Site) -> Verdict:
+    if not site.needs("input"):
+        return NO_GRADIENT
+    return Verdict(True, "kept: the derivative needs the input; on CPU the exponential of it is computed again")
 
 
 _COPY = "its input; in place a copy of it"
@@ -531,5 +681,48 @@ RULES = (
         check=_check_abs,
         functions={torch.abs: abs, torch.absolute: abs, operator.abs: abs, torch.abs_: abs_},
         methods={"abs": abs, "absolute": abs, "abs_": abs_, "absolute_": abs_},
+    ),
+    Rule(
+        name="clamp",
+        eager=_COPY,
+        needed=_BIT,
+        check=_check_clamp,
+        functions={
+            torch.clamp: clamp,
+            torch.clip: clamp,
+            torch.clamp_: clamp_,
+            torch.clip_: clamp_,
+            torch.clamp_min: clamp_min,
+            torch.clamp_min_: clamp_min_,
+            torch.clamp_max: clamp_max,
+            torch.clamp_max_: clamp_max_,
+        },
+        methods={
+            "clamp": clamp,
+            "clip": clamp,
+            "clamp_": clamp_,
+            "clip_": clamp_,
+            "clamp_min": clamp_min,
+            "clamp_min_": clamp_min_,
+            "clamp_max": clamp_max,
+            "clamp_max_": clamp_max_,
+        },
+    ),
+    Rule(
+        name="prelu",
+        eager="its input",
+        needed="its input for a trainable weight, else " + _BIT,
+        check=_check_prelu,
+        modules={nn.PReLU: SelectivePReLU},
+        functions={F.prelu: prelu},
+        methods={"prelu": prelu},
+    ),
+    Rule(
+        name="logsigmoid",
+        eager="its input and, on CPU, as much again",
+        needed="its input",
+        check=_check_logsigmoid,
+        modules={nn.LogSigmoid: SelectiveLogSigmoid},
+        functions={F.logsigmoid: logsigmoid},
     ),
 )

@@ -6,14 +6,15 @@ import functools
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, overload
+from typing import Any, Literal, TypeVar, overload
+from typing import cast as cast_type
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
-from torch.overrides import has_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 
 # AOTAutograd wraps the plain tensors of the graphs that it traces in FunctionalTensor.
 _PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
@@ -30,6 +31,22 @@ def intercepted(*operands: object) -> bool:
     if any(isinstance(t, Tensor) and type(t) not in _PLAIN for t in operands):
         return False
     return has_torch_function(operands)
+
+
+_Form = TypeVar("_Form", bound=Callable[..., Any])
+
+
+def form(ours: _Form) -> _Form:
+    """Our form of a function of torch, which tracers and modes get to see as one call."""
+
+    @functools.wraps(ours)
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        operands = [v for v in (*args, *kwargs.values()) if hasattr(type(v), "__torch_function__")]
+        if intercepted(*operands):
+            return handle_torch_function(seen, operands, *args, **kwargs)
+        return ours(*args, **kwargs)
+
+    return cast_type(_Form, seen)
 
 
 def engaged(*tensors: Tensor | None) -> bool:
@@ -125,6 +142,15 @@ class Layout:
             small[0], small[2] = self.shape[0], self.shape[2]
             return like.new_empty(small, dtype=self.dtype).expand(self.shape)
         return like.new_empty((1,) * len(self.shape), dtype=self.dtype).expand(self.shape)
+
+    def zeros(self, like: Tensor) -> Tensor:
+        """Zeros in the memory format that ``torch.zeros_like`` gives a tensor of this layout.
+
+        Args:
+            like: a tensor on the device to use.
+        """
+        stride = torch.empty_like(torch.empty_strided(self.shape, self.stride, device="meta")).stride()
+        return like.new_empty_strided(self.shape, stride, dtype=self.dtype).zero_()
 
 
 def is_dense(tensor: Tensor) -> bool:

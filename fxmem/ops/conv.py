@@ -29,6 +29,7 @@ from fxmem.ops.common import (
     ntuple,
     weight_trains,
 )
+from fxmem.ops.pad import pad
 
 _library = torch.library.Library("fxmem", "FRAGMENT")
 _library.define(
@@ -240,7 +241,7 @@ conv_transpose3d = _make_conv_transpose(3, F.conv_transpose3d)
 def _module_conv(module: Any, conv: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     padding = module.padding
     if module.padding_mode != "zeros":
-        input = F.pad(input, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+        input = pad(input, module._reversed_padding_repeated_twice, mode=module.padding_mode)
         padding = 0
     return conv(input, weight, bias, module.stride, padding, module.dilation, module.groups)
 
@@ -301,6 +302,8 @@ class SelectiveConvTranspose3d(nn.ConvTranspose3d):
 
 def _check(site: Site) -> Verdict:
     if site.needs("weight"):
+        if site.needs("input") and getattr(site.module, "padding_mode", "zeros") in ("reflect", "replicate"):
+            return Verdict(True, f"kept as it is padded, not twice: {site.name('weight')} requires grad")
         return weight_trains(site)
     if not site.needs("input") and not site.needs("bias"):
         return NO_GRADIENT

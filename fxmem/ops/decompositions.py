@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxmem.ops.activation import ABOVE, BELOW
+
 _BITS = 8
 
 
@@ -91,6 +93,9 @@ def _relu_pack(input: Tensor) -> Any:
 _PIECES: dict[str, Callable[..., Tensor]] = {
     "positive": lambda x: x > 0,
     "negative": lambda x: x < 0,
+    "above": ABOVE,
+    "below": BELOW,
+    "clamp": lambda x, low, high: ABOVE(x, low) & BELOW(x, high),
     "hardtanh": lambda x, low, high: ~((x <= low) | (x >= high)),
     "hardsigmoid": lambda x: (x > -3) & (x < 3),
     "threshold": lambda x, bound: ~(x <= bound),

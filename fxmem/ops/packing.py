@@ -210,7 +210,7 @@ def pack_flat(
 
     Args:
         elements: the tensor.
-        piece: for which elements the bit is set, by its name in ``triton_kernels.pack``.
+        piece: for which elements the bit is set, by its name in ``triton_kernels.pack``, if that has it.
         bounds: what that depends on.
         bits: the same by torch's ops: makes zeros and ones of a block of it, written to the second argument, of the block's
             dtype, unless that is None.
@@ -220,7 +220,8 @@ def pack_flat(
     if kernels := fused(elements.device):
         if relu_of is not None:
             return kernels.pack(relu_of, "relu", output=elements)
-        return kernels.pack(elements, piece, bounds)
+        if piece in kernels.PIECES:
+            return kernels.pack(elements, piece, bounds)
     out = torch.empty(-(-n // 8), dtype=torch.uint8, device=elements.device)
     if n == 0:
         return out

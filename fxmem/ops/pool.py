@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
-from fxmem.ops.common import NO_GRADIENT, Layout, Rule, Site, Verdict, engaged, intercepted, ntuple
+from fxmem.ops.common import NO_GRADIENT, Layout, Rule, Site, Verdict, engaged, form, intercepted, ntuple
 from fxmem.ops.packing import flat, fused
 
 aten = torch.ops.aten
@@ -361,6 +361,39 @@ adaptive_avg_pool2d = _make_adaptive_avg_pool(2, F.adaptive_avg_pool2d)
 adaptive_avg_pool3d = _make_adaptive_avg_pool(3, F.adaptive_avg_pool3d)
 
 
+@form
+def interpolate(
+    input: Tensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Tensor:
+    """``torch.nn.functional.interpolate`` that keeps nothing for backward in area mode.
+
+    Args:
+        input: (N, C, ...), floating-point.
+        size: the output's spatial size.
+        scale_factor: or by how much to multiply the input's.
+        mode: ``"area"`` is adaptive average pooling; torch keeps nothing in the other modes.
+        align_corners: torch refuses it in area mode.
+        recompute_scale_factor: without effect in area mode.
+        antialias: torch refuses it in area mode.
+    """
+    options = (size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+    dims = input.dim() - 2
+    if mode != "area" or dims not in _ADAPTIVE_AVG_POOL or not _served(input, dims):
+        return F.interpolate(input, *options)
+    # Torch works out the size, and refuses what it refuses, on a tensor without memory.
+    shape = F.interpolate(torch.empty(input.shape, device="meta"), *options).shape
+    return _ADAPTIVE_AVG_POOL[dims](input, list(shape[2:]))
+
+
+_ADAPTIVE_AVG_POOL = {1: adaptive_avg_pool1d, 2: adaptive_avg_pool2d, 3: adaptive_avg_pool3d}
+
+
 def _max_pool_forward(pool: Callable[..., Any], module: Any, input: Tensor) -> Any:
     return pool(
         input,
@@ -471,6 +504,15 @@ class SelectiveAdaptiveAvgPool3d(nn.AdaptiveAvgPool3d):
         return adaptive_avg_pool3d(input, self.output_size)
 
 
+class SelectiveUpsample(nn.Upsample):
+    """``torch.nn.Upsample`` that keeps nothing in area mode."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Interpolates."""
+        options = (self.size, self.scale_factor, self.mode, self.align_corners)
+        return interpolate(input, *options, recompute_scale_factor=self.recompute_scale_factor)
+
+
 def _check_max(site: Site) -> Verdict:
     if not site.needs("input"):
         return NO_GRADIENT
@@ -486,6 +528,15 @@ def _check_avg(site: Site) -> Verdict:
     size = getattr(site.module, "output_size", None) or site.arguments.get("output_size")
     if size == 1 or (isinstance(size, tuple | list) and all(n == 1 for n in size)):
         return Verdict(False, "nothing to save: to a single element it is a mean, of which torch keeps nothing")
+    return Verdict(True, "dropped: only the input's shape is needed")
+
+
+def _check_interpolate(site: Site) -> Verdict:
+    if not site.needs("input"):
+        return NO_GRADIENT
+    mode = site.module.mode if isinstance(site.module, nn.Upsample) else site.arguments.get("mode", "nearest")
+    if mode != "area":
+        return Verdict(False, "nothing to save: torch keeps nothing here")
     return Verdict(True, "dropped: only the input's shape is needed")
 
 
@@ -536,5 +587,13 @@ RULES = (
             F.adaptive_avg_pool2d: adaptive_avg_pool2d,
             F.adaptive_avg_pool3d: adaptive_avg_pool3d,
         },
+    ),
+    Rule(
+        name="interpolate",
+        eager="its input in area mode",
+        needed="nothing",
+        check=_check_interpolate,
+        modules={nn.Upsample: SelectiveUpsample},
+        functions={F.interpolate: interpolate},
     ),
 )

@@ -176,12 +176,17 @@ def _columns(dtype: torch.dtype) -> int:
     return 1024 if dtype.itemsize <= 2 else 512
 
 
+PIECES = frozenset(
+    {"nonzero", "relu", "positive", "negative", "threshold", "hardtanh", "hardsigmoid", "hardshrink", "softshrink"}
+)
+
+
 def pack(flat: Tensor, piece: str, bounds: Sequence[float] = (), output: Tensor | None = None) -> Tensor:
     """Packs a bit for every element of a dense tensor of one dimension.
 
     Args:
         flat: the tensor; of any real or bool dtype for ``"nonzero"``, else floating-point.
-        piece: where the bit is set: ``"nonzero"``, ``"relu"`` (NaN and greater than 0), or a kind of ``activation.pack_piece``.
+        piece: where the bit is set: ``"nonzero"``, ``"relu"`` (NaN and greater than 0), or another of ``PIECES``.
         bounds: the activation's arguments on which its derivative depends.
         output: for ``"relu"``: what its output is written to, in the order of ``flat``, which it may be.
 

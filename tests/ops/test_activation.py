@@ -29,6 +29,8 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+SLOPE = torch.tensor([0.3])
+
 # By name: torch's op, ours, and where the pieces meet.
 PLAIN: dict[str, tuple[Any, Any, tuple[float, ...]]] = {
     "leaky_relu": (F.leaky_relu, ours.leaky_relu, (0.0,)),
@@ -50,6 +52,14 @@ PLAIN: dict[str, tuple[Any, Any, tuple[float, ...]]] = {
     "softshrink": (F.softshrink, ours.softshrink, (-0.5, 0.5)),
     "softshrink, lambd": (lambda x: F.softshrink(x, 0.1), lambda x: ours.softshrink(x, 0.1), (-0.1, 0.1)),
     "abs": (torch.abs, ours.abs, (0.0,)),
+    "clamp": (lambda x: torch.clamp(x, -0.3, 0.1), lambda x: ours.clamp(x, -0.3, 0.1), (-0.3, 0.1)),
+    "clamp, no width": (lambda x: torch.clamp(x, 1, 1), lambda x: ours.clamp(x, 1, 1), (1.0,)),
+    "clamp, min above max": (lambda x: torch.clamp(x, 1, 0), lambda x: ours.clamp(x, 1, 0), (0.0, 1.0)),
+    "clamp, min": (lambda x: torch.clamp(x, min=0.1), lambda x: ours.clamp(x, min=0.1), (0.1,)),
+    "clamp, max": (lambda x: torch.clip(x, max=0.1), lambda x: ours.clamp(x, max=0.1), (0.1,)),
+    "clamp_min": (lambda x: torch.clamp_min(x, 0), lambda x: ours.clamp_min(x, 0), (0.0,)),
+    "clamp_max": (lambda x: torch.clamp_max(x, 6), lambda x: ours.clamp_max(x, 6), (6.0,)),
+    "prelu": (lambda x: F.prelu(x, SLOPE.to(x)), lambda x: ours.prelu(x, SLOPE.to(x)), (0.0,)),
 }
 INPLACE: dict[str, tuple[Any, Any, tuple[float, ...]]] = {
     "leaky_relu_": (F.leaky_relu_, ours.leaky_relu_, (0.0,)),
@@ -62,6 +72,10 @@ INPLACE: dict[str, tuple[Any, Any, tuple[float, ...]]] = {
     "hardsigmoid_": (lambda x: F.hardsigmoid(x, True), lambda x: ours.hardsigmoid(x, True), (-3.0, 3.0)),
     "threshold_": (lambda x: F.threshold_(x, 0.1, 20), lambda x: ours.threshold_(x, 0.1, 20), (0.1,)),
     "abs_": (torch.abs_, ours.abs_, (0.0,)),
+    "clamp_": (lambda x: torch.clamp_(x, -0.3, 0.1), lambda x: ours.clamp_(x, -0.3, 0.1), (-0.3, 0.1)),
+    "clamp_, min": (lambda x: torch.clamp_(x, min=0.1), lambda x: ours.clamp_(x, min=0.1), (0.1,)),
+    "clamp_min_": (lambda x: torch.clamp_min_(x, 0), lambda x: ours.clamp_min_(x, 0), (0.0,)),
+    "clamp_max_": (lambda x: torch.clamp_max_(x, 6), lambda x: ours.clamp_max_(x, 6), (6.0,)),
 }
 # The in-place forms get a tensor that autograd made, as leaves refuse them.
 FORMS = PLAIN | {
@@ -80,6 +94,8 @@ MODULES: dict[str, tuple[nn.Module, nn.Module, tuple[float, ...]]] = {
     "Hardsigmoid": (nn.Hardsigmoid(), ours.SelectiveHardsigmoid(), (-3.0, 3.0)),
     "Threshold": (nn.Threshold(0.1, 20), ours.SelectiveThreshold(0.1, 20), (0.1,)),
     "Hardshrink": (nn.Hardshrink(0.3), ours.SelectiveHardshrink(0.3), (-0.3, 0.3)),
+    "PReLU": (nn.PReLU().requires_grad_(False), ours.SelectivePReLU().requires_grad_(False), (0.0,)),
+    "LogSigmoid": (nn.LogSigmoid(), ours.SelectiveLogSigmoid(), (0.0,)),
     "Softshrink": (nn.Softshrink(0.3), ours.SelectiveSoftshrink(0.3), (-0.3, 0.3)),
 }
 
@@ -121,7 +137,7 @@ def test_modules(name: str) -> None:
     stock, mine, where = MODULES[name]
     x = values(3, 67, where=where, nan=not name.startswith(("Hardtanh", "ReLU6", "Hardshrink", "Softshrink")))
     compare(stock, mine, [x], [True])
-    if "RReLU" not in name:
+    if "RReLU" not in name and name != "LogSigmoid":
         compare(stock, lambda t: mine(t, pack=False), [x], [True])
     if hasattr(stock, "inplace"):
         stock.inplace = mine.inplace = True
@@ -136,7 +152,9 @@ def test_layouts(name: str, layout: str) -> None:
         check(FORMS[name], name, LAYOUTS[layout](values(*shape, where=FORMS[name][2])))
 
 
-@pytest.mark.parametrize("name", ["leaky_relu", "hardtanh", "hardsigmoid", "threshold", "hardshrink", "softshrink", "abs"])
+@pytest.mark.parametrize(
+    "name", ["leaky_relu", "hardtanh", "hardsigmoid", "threshold", "hardshrink", "softshrink", "abs", "clamp"]
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_blocks(name: str, dtype: torch.dtype) -> None:
     pattern = values(997, where=FORMS[name][2], dtype=dtype)
@@ -209,7 +227,7 @@ def test_nan_at_every_place(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7, 8, 9, 1000])
-@pytest.mark.parametrize("name", [n for n in FORMS if "training" not in n and "-2" not in n])
+@pytest.mark.parametrize("name", [n for n in FORMS if "training" not in n and "-2" not in n and n != "prelu"])
 def test_bytes(name: str, numel: int) -> None:
     stock, mine, _ = FORMS[name]
     planes = 2 if name.startswith("abs") else 1
