@@ -2,8 +2,8 @@
 
 The elements are taken in the order in which they lie in memory and cut into blocks of ``BLOCK``. Within a block of
 ``8 m`` elements (the last one padded), bit ``j`` of byte ``i`` belongs to element ``j m + i``. With this order packing
-is a matrix-vector product with the powers of two, unpacking a broadcast bitwise and, and both run through the cache
-block by block: the temporaries stay below a megabyte whatever the size of the tensor.
+is a sum of eight rows times the powers of two, unpacking a broadcast bitwise and, and both run through the cache block by
+block: the temporaries stay below a megabyte whatever the size of the tensor.
 
 On other devices the whole tensor is one block, and where Triton is there its kernels do the work in one pass.
 
@@ -36,10 +36,6 @@ _library.define("threshold_backward(Tensor grad, Tensor packed, SymInt[] stride)
 _library.define("hardtanh_backward(Tensor grad, Tensor packed, SymInt[] stride) -> Tensor")
 _library.define("leaky_backward(Tensor grad, Tensor packed, SymInt[] stride, float slope) -> Tensor")
 _library.define("scale_backward(Tensor grad, Tensor packed, SymInt[] stride, float scale) -> Tensor")
-
-# A float whose only set bit is one of its exponent bits is positive, so eight of them in turn are what the eight bits
-# of a byte unpack to. (float16 has five exponent bits; its other three are subnormal and positive all the same.)
-_INTEGER = {2: (torch.int16, 7), 4: (torch.int32, 23), 8: (torch.int64, 52)}
 
 
 def pack_nonzero(input: Tensor) -> Tensor:
@@ -195,15 +191,11 @@ def _relu_pack_impl(input: Tensor) -> tuple[Tensor, Tensor]:
     return output, pack_flat(flat(output), relu_of=flat(input))
 
 
-def _nonzero(block: Tensor, out: Tensor | None) -> Tensor:
-    return torch.ne(block, 0, out=torch.empty_like(block) if out is None else out)
-
-
 def pack_flat(
     elements: Tensor,
     piece: str = "nonzero",
     bounds: Sequence[float] = (),
-    bits: Callable[[Tensor, Tensor | None], Tensor] = _nonzero,
+    bits: Callable[[Tensor, Tensor | None], Tensor] | None = None,
     relu_of: Tensor | None = None,
 ) -> Tensor:
     """Packs a bit for every element of a dense tensor of one dimension.
@@ -213,7 +205,7 @@ def pack_flat(
         piece: for which elements the bit is set, by its name in ``triton_kernels.pack``, if that has it.
         bounds: what that depends on.
         bits: the same by torch's ops: makes zeros and ones of a block of it, written to the second argument, of the block's
-            dtype, unless that is None.
+            dtype, unless that is None. By default, whether an element is not 0.
         relu_of: ``elements`` is first made the ReLU of this, block by block while it is in the cache.
     """
     n = elements.numel()
@@ -228,28 +220,45 @@ def pack_flat(
     if elements.device.type != "cpu":
         if relu_of is not None:
             torch.clamp_min(relu_of, 0, out=elements)
-        return pack_whole(bits(elements, None), out)
-    work = torch.float64 if elements.dtype is torch.float64 else torch.float32
-    # Devices are named throughout: the default device may be another one.
-    powers = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0], dtype=work, device=elements.device)
-    mask = torch.empty(min(BLOCK, 8 * out.numel()), dtype=work, device=elements.device)
-    columns = mask.view(8, -1).t()
-    sums = torch.empty(columns.shape[0], dtype=work, device=elements.device)
+        return pack_whole(elements.to(torch.bool) if bits is None else bits(elements, None), out)
     sources = elements.split(BLOCK) if relu_of is None else relu_of.split(BLOCK)
+    pack = _packer(elements, out, bits)
     for block, source, packed in zip(elements.split(BLOCK), sources, out.split(BLOCK // 8), strict=True):
         if relu_of is not None:
             torch.clamp_min(source, 0, out=block)
-        if block.numel() != mask.numel():
-            mask = mask[: 8 * packed.numel()]
-            columns, sums = mask.view(8, -1).t(), sums[: packed.numel()]
-            mask[block.numel() :] = 0
-        # Comparing into a buffer of the operand's own dtype is several times faster than into bool.
-        if elements.dtype is work and block.numel() == mask.numel():
-            bits(block, mask)
-        else:
-            mask[: block.numel()].copy_(bits(block, None))
-        packed.copy_(torch.mv(columns, powers, out=sums))
+        pack(block, packed)
     return out
+
+
+def _packer(
+    elements: Tensor, out: Tensor, bits: Callable[[Tensor, Tensor | None], Tensor] | None
+) -> Callable[[Tensor, Tensor], None]:
+    """What packs one block of ``elements`` into its part of ``out``, on CPU, with buffers for all of them."""
+    # Devices are named throughout: the default device may be another one.
+    size = min(BLOCK, 8 * out.numel())
+    work = torch.float64 if elements.dtype is torch.float64 else torch.float32
+    direct = bits is not None and elements.dtype is work
+    mask = torch.empty(size, dtype=work if direct else torch.uint8, device=elements.device)
+    powers = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=mask.dtype, device=elements.device)
+    sums = torch.empty(size // 8, dtype=mask.dtype, device=elements.device)
+
+    def pack(block: Tensor, packed: Tensor) -> None:
+        n, m = block.numel(), packed.numel()
+        ones = mask if mask.numel() == 8 * m else mask[: 8 * m]
+        if n != 8 * m:
+            ones[n:] = 0
+        part = ones if n == 8 * m else ones[:n]
+        rows = ones.view(8, m)
+        if bits is not None and direct:
+            # Comparing into a buffer of the operand's own dtype is several times faster than into bool.
+            bits(block, part)
+            packed.copy_(torch.mv(rows.t(), powers, out=sums[:m]))
+        else:
+            # So is converting to bool, which asks whether an element is not 0.
+            part.view(torch.bool).copy_(block if bits is None else bits(block, None))
+            torch.sum(rows.mul_(powers[:, None]), 0, dtype=torch.uint8, out=packed)
+
+    return pack
 
 
 def pack_whole(bits: Tensor, out: Tensor) -> Tensor:
@@ -261,20 +270,13 @@ def pack_whole(bits: Tensor, out: Tensor) -> Tensor:
 
 
 @functools.lru_cache
-def _bits(integer: torch.dtype, shift: int, device: torch.device) -> Tensor:
-    return torch.tensor([1 << (shift + j) for j in range(8)], dtype=integer, device=device)[:, None]
+def _bits(device: torch.device) -> Tensor:
+    return torch.tensor([1 << j for j in range(8)], dtype=torch.uint8, device=device)[:, None]
 
 
 def _spread(packed: Tensor, out: Tensor) -> None:
     """Writes one block: something positive where the bit is set, 0 elsewhere, into the flat float tensor ``out``."""
-    integer, shift = _INTEGER[out.dtype.itemsize]
-    m = packed.numel()
-    whole = out.numel() == 8 * m
-    target = out if whole else torch.empty(8 * m, dtype=out.dtype, device=out.device)
-    bytes_in_place = packed.to(integer).bitwise_left_shift_(shift)
-    torch.bitwise_and(bytes_in_place, _bits(integer, shift, out.device), out=target.view(integer).view(8, m))
-    if not whole:
-        out.copy_(target[: out.numel()])
+    out.copy_(torch.bitwise_and(packed, _bits(out.device)).view(-1)[: out.numel()])
 
 
 def _unpack_impl(packed: Tensor, size: list[int], stride: list[int], dtype: torch.dtype) -> Tensor:
