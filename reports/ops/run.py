@@ -413,31 +413,57 @@ def main() -> None:
 # Why an op of the map has no rule, by the beginning of its name; the first that fits counts.
 REASONS = (
     ("linalg.|lu|lu_|logdet|cholesky|ormqr|triangular_|svd|norm.nuc", "linear algebra: small matrices, rare in models"),
-    ("fft.|stft|complex", "open: backward reads only a dtype and a shape"),
+    ("fft.|stft|complex", "backward reads only a dtype and a shape; signal processing, rare in models that train"),
     ("angle|copysign|div.|nextafter|sgn|ldexp", "its derivative is zero or rare in models"),
     ("_batch_norm|_native_batch_norm|native_|max_pool2d_with|_softmax_backward|grid_sampler|torch.ops.aten", "an ATen form"),
     (
         "nn.BatchNorm|nn.functional.instance|nn.functional.group|nn.GroupNorm|nn.LayerNorm|nn.functional.layer",
-        "open: bias alone",
+        "wasted where the bias alone needs a gradient and the input none: at the very front of a model",
     ),
-    ("nn.ReflectionPad|nn.ReplicationPad|nn.functional.pad|nn.functional.interpolate", "open: backward reads only a shape"),
-    ("masked_select|take|gather|index_|put|scatter|_unsafe|nanquantile|quantile", "open: backward reads only a shape"),
-    ("nn.NLLLoss|nn.functional.nll|nn.BCE|nn.functional.binary", "a loss: small beside the model"),
+    ("scatter_reduce|index_reduce", "a product, maximum or minimum: backward reads what was reduced; else rare in models"),
+    ("put|_unsafe|nanquantile|quantile", "backward reads only a shape; rare in models"),
+    ("maximum|minimum|max.binary|min.binary|fmax|fmin", "bits would do, if nobody else keeps either operand; rare in models"),
+    ("fmod|remainder|__rmod__|nan_to_num|nanmean|nansum|prod|masked.|cummax|cummin|cdist", "rare in models"),
+    (
+        "pow|float_power|__rpow__|xlogy|special.|addcdiv",
+        "wasted where the other operand alone needs a gradient: rare in models",
+    ),
+    ("nn.functional.fractional|nn.LPPool|nn.LocalResponseNorm|nn.functional.local_response", "rare in models"),
+    ("nn.functional.scaled_dot_product", "left as it is: its kernels choose what they keep"),
+    ("nn.functional.multi_head", "made of other ops"),
+    ("nn.functional.embedding_bag", "integers, small beside the embeddings"),
+    (
+        "nn.NLLLoss|nn.functional.nll|nn.BCE|nn.functional.binary|nn.L1|nn.functional.l1|nn.Margin|nn.Multi|nn.Hinge|nn.Linear"
+        "|nn.functional.margin|nn.functional.multi|nn.functional.hinge|nn.functional.cosine_emb",
+        "a loss: small beside the model",
+    ),
     ("nn.Transformer|nn.RNN|nn.LSTM|nn.GRU", "made of other ops; the waste is parameters, alive anyway"),
-    ("nn.PReLU|nn.functional.prelu", "its weight's gradient needs the input; open where the weight is frozen"),
+    ("nn.functional.grid_sample", "open: the input, where the grid needs no gradient"),
 )
+
+# Entries of the databases that are one variant of a function, for those variants that a rule serves.
+VARIANTS = {
+    "pad.reflect": "pad",
+    "pad.replicate": "pad",
+    "pad.replicate_negative": "pad",
+    "interpolate.area": "interpolate",
+    "logsigmoid": "log_sigmoid",
+    "scatter_reduce.sum": "scatter_reduce",
+    "scatter_reduce.mean": "scatter_reduce",
+}
 
 
 def served_by(name: str) -> str:
     """Which rule serves an op of the map, else why none does."""
     short = name.removeprefix("nn.functional.")
+    short = VARIANTS.get(short, short)
     for rule in RULES:
         if name.startswith("nn.functional."):
             known = {getattr(f, "__name__", "").strip("_") for f in rule.functions}
         elif name.startswith("nn."):
             known, short = {m.__name__ for m in rule.modules}, name.removeprefix("nn.")
         else:
-            known = {getattr(f, "__name__", "").strip("_") for f in rule.functions if getattr(torch, name, None) is f}
+            known = {getattr(f, "__name__", "").strip("_") for f in rule.functions if getattr(torch, short, None) is f}
         if short in known:
             return f"rule {rule.name}"
     for starts, reason in REASONS:
