@@ -141,6 +141,8 @@ def _process(rank: int, body: Callable[..., None], folder: str, args: tuple[Any,
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     try:
         body(rank, folder, *args)
+        # A process that goes while the other is still talking to it may take it down.
+        torch.distributed.barrier()
     finally:
         torch.distributed.destroy_process_group()
 

@@ -1,7 +1,6 @@
 """DTensor parameters in two gloo processes: equal to one process, checkpoints, refusals."""
 
 import os
-import socket
 import tempfile
 from pathlib import Path
 
@@ -146,22 +145,21 @@ def _fsdp1(rank, expected, folder):
             Adapprox(wrapped.parameters())
 
 
-def _process(rank, body, port, expected, folder):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+def _process(rank, body, expected, folder):
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     try:
         body(rank, expected, folder)
+        # A process that goes while the other is still talking to it may take it down.
+        torch.distributed.barrier()
     finally:
         torch.distributed.destroy_process_group()
 
 
 def two_processes(body, expected=None):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_process, args=(body, port, expected, folder), nprocs=2)
+        mp.spawn(_process, args=(body, expected, folder), nprocs=2)
 
 
 def test_fully_shard_equals_one_process_and_round_trips_through_dcp():
