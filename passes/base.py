@@ -63,9 +63,13 @@ def _by_function() -> dict[Callable[..., object], tuple[Rule, Callable[..., obje
 _SAME = {"self": "input", "train": "training"}
 
 
+# Functions that ATen calls by another name.
+_ATEN = {"logsigmoid": "log_sigmoid"}
+
+
 def _overloads(ours: Callable[..., object]) -> Iterator[Callable[..., object]]:
     """The ATen ops of our function's name that take the same arguments in the same order and return one tensor."""
-    packet = getattr(torch.ops.aten, ours.__name__, None)
+    packet = getattr(torch.ops.aten, _ATEN.get(ours.__name__, ours.__name__), None)
     for name in () if packet is None else packet.overloads():
         overload = getattr(packet, name)
         schema = overload._schema

@@ -65,7 +65,8 @@ def test_forms(name: str) -> None:
     model = nn.Sequential(cases.Call(torch.neg), inner, cases.Call(torch.neg)).requires_grad_(False)
     x = cases.randn(*shape)
     exported = fxmem.optimize(model, (x,), capture="export")
-    assert sum(d.rewritten for d in exported.decisions) == 1, exported.decisions
+    # Padding that reflects is a call of its own.
+    assert sum(d.rewritten for d in exported.decisions) == 1 + ("reflect" in name), exported.decisions
     eager, ours = compare(model, exported, (x,))
     if name != "linear":
         assert ours.measurement.kept < eager.measurement.kept
@@ -77,8 +78,9 @@ def test_forms(name: str) -> None:
 
 def test_every_rule_has_an_overload() -> None:
     found = {rule.name for target, (rule, _) in FUNCTIONS.items() if isinstance(target, torch._ops.OpOverload)}
-    # Batch norm's arguments come in another order in ATen: capture turns it into the functional form.
-    assert found | {"batch_norm"} == {rule.name for rule in RULES if rule.functions}
+    # Batch norm's arguments come in another order in ATen: capture turns it into the functional form. Interpolation by area
+    # is adaptive pooling there.
+    assert found | {"batch_norm", "interpolate"} == {rule.name for rule in RULES if rule.functions}
 
 
 class Conditional(nn.Module):

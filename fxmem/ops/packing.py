@@ -274,6 +274,10 @@ def _bits(device: torch.device) -> Tensor:
     return torch.tensor([1 << j for j in range(8)], dtype=torch.uint8, device=device)[:, None]
 
 
+# Made here, so that no pass finds itself a few bytes above eager's for it.
+_bits(torch.device("cpu"))
+
+
 def _spread(packed: Tensor, out: Tensor) -> None:
     """Writes one block: something positive where the bit is set, 0 elsewhere, into the flat float tensor ``out``."""
     out.copy_(torch.bitwise_and(packed, _bits(out.device)).view(-1)[: out.numel()])
