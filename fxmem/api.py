@@ -223,28 +223,41 @@ def _dtype(where: str, dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-}
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def in_bytes(text: str, where: str) -> int:
+    """An amount of memory such as ``8GiB`` or ``80 GB`` in bytes.
+
+    Args:
+        text: a number and a unit of 1000 or 1024 bytes, or none.
+        where: the option or argument that it is of.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)", text.strip())
+    unit = _UNITS.get(found[2].lower()) if found else None
+    if found is None or unit is None:
+        raise ArgumentError(f"{text!r} is no size.", where=where, remedy="Write it as 24GiB, 80GB or a number.")
+    return int(float(found[1]) * unit)
 
 
 def _budget(value: int | float | str | None) -> int | float | None:
     """Bytes, or a fraction."""
-    if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and value > 0):
-        if isinstance(value, float) and value > 1:
-            raise ArgumentError(
-                f"{value!r} as a fraction is more than eager takes.", where="budget", remedy="Pass bytes as an int or a text."
-            )
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?\s*", value) if isinstance(value, str) else None
-    if match is None or not float(match[1]):
+    if value is None:
+        return None
+    amount = in_bytes(value, "budget") if isinstance(value, str) else value
+    if not isinstance(amount, int | float) or isinstance(amount, bool) or amount <= 0:
         raise ArgumentError(
             f"{value!r} is no amount of memory.", where="budget", remedy='Pass bytes, "8GiB" or the like, or a fraction of 1.'
         )
-    return int(float(match[1]) * _UNITS[match[2] or "B"])
+    if isinstance(amount, float) and amount > 1:
+        raise ArgumentError(
+            f"{value!r} as a fraction is more than eager takes.", where="budget", remedy="Pass bytes as an int or a text."
+        )
+    return amount
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -22,7 +22,7 @@ from fxmem.passes import joint_graph
 from fxmem.passes.base import FUNCTIONS, METHODS
 from fxmem.passes.grad_flow import grad_flow
 from fxmem.passes.joint_graph import drop_shape_only, remake
-from fxmem.passes.plan import Choice, choices, decide_by_observation, decide_by_structure
+from fxmem.passes.plan import Choice, choices, decide_by_observation, decide_by_structure, without_masks
 from fxmem.passes.saved_tensors import observe
 from fxmem.passes.selective_save import selective_save
 
@@ -111,7 +111,7 @@ def _observed(gm: fx.GraphModule, found: list[Choice], given: Mapping[str, Any])
     sizes = [n for t in tensors if t.layout == torch.strided for n in (*t.shape, *t.stride())]
     if len(tensors) < len(given) or not all(isinstance(n, int) for n in sizes):
         return None
-    plain = [c.verdict if c.verdict.instead_of is None else type(c.verdict)(False, c.verdict.reason) for c in found]
+    plain = without_masks(found)
     if all(p is c.verdict for p, c in zip(plain, found, strict=True)):
         return plain
     trial = fx.GraphModule(gm, fx.Graph())
@@ -131,6 +131,7 @@ def _observed(gm: fx.GraphModule, found: list[Choice], given: Mapping[str, Any])
     except FxmemError:
         raise
     except Exception as error:
+        # Dynamo's graphs may hold anything; what does not run on fakes is the compiler's to report, and structure is safe.
         _log.debug("planned by structure alone, as the graph does not run on fake tensors: %s", error)
         return None
 

@@ -24,7 +24,7 @@ CONSTANTS = "_fxmem_constants"
 
 _NOT_USERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def bind_example(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether anybody registered a hook on the call of ``module``."""
-    return any(getattr(module, hooks, None) for hooks in _HOOKS)
+    return any(getattr(module, hooks, None) for hooks in HOOKS)
 
 
 class _Proxy(fx.Proxy):
@@ -314,7 +314,7 @@ def _run(tracer: _Tracer, model: nn.Module, concrete: dict[str, Any] | None) -> 
         raise CaptureError(error.reason, where=error.where or blame(error, model), remedy=error.remedy) from error
     except Exception as error:
         raise CaptureError(
-            f"symbolic tracing cannot follow this code: {_first_line(error)}.",
+            f"symbolic tracing cannot follow this code: {first_line(error)}.",
             where=blame(error, model),
             remedy="Wrap it in nn.Sequential, so that it is a layer of a model."
             if tracer.is_leaf_module(model, "")
@@ -681,7 +681,8 @@ def check_fixed(value: Any, expected: Any, name: str) -> None:
         )
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Kind and first sentence of an error, for a message of ours."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0].partition('. ')[0].rstrip('.')}" if text else type(error).__name__
 

@@ -8,7 +8,6 @@ import fnmatch
 import json
 import logging
 import os
-import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,14 +21,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import fxmem
+from fxmem.api import in_bytes
 from fxmem.errors import ArgumentError, FxmemError
 from fxmem.records import Footprint, MemoryReport
 from fxmem.render import as_compilations, as_diff, as_html, as_markdown, as_text, human
 from fxmem.targets import FORMS, load
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -138,7 +136,7 @@ def _report(options: argparse.Namespace) -> int:
         raise ArgumentError("a difference is printed as a table alone.", where="--diff", remedy="Leave --format out.")
     if options.compile:
         return _compiled(options)
-    limit = None if options.fits is None else _bytes(options.fits)
+    limit = None if options.fits is None else in_bytes(options.fits, "--fits")
     old = None if options.diff is None else _old(options.diff)
     progress = _progress(options.quiet)
     # What the user's code prints is no part of the report.
@@ -258,17 +256,6 @@ def _progress(quiet: bool) -> Callable[[str], None]:
     if sys.stderr.isatty():
         return lambda line: print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
     return lambda line: print(f"fxmem: {line}", file=sys.stderr) if line else None
-
-
-def _bytes(text: str) -> int:
-    found = re.fullmatch(r"([0-9.]+)\s*([a-zA-Z]*)", text.strip())
-    unit = _UNITS.get(found[2].lower()) if found else None
-    try:
-        assert found is not None
-        assert unit is not None
-        return int(float(found[1]) * unit)
-    except (AssertionError, ValueError):
-        raise ArgumentError(f"{text!r} is no size.", where="--fits", remedy="Write it as 24GiB, 80GB or a number.") from None
 
 
 def _old(path: str) -> MemoryReport:

@@ -25,6 +25,7 @@ from fxmem.capture import (
     bind_example,
     blame,
     custom_functions_refused,
+    first_line,
     recorded_modes,
     source_line,
 )
@@ -112,9 +113,8 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         except CaptureError as error:
             raise CaptureError(error.reason, where=blame(error, model), remedy=error.remedy) from error
         except Exception as error:
-            text = str(error).strip().splitlines()
             raise CaptureError(
-                f"torch.export cannot follow the forward: {type(error).__name__}: {text[0] if text else ''}",
+                f"torch.export cannot follow the forward: {first_line(error)}.",
                 where=kind,
                 remedy="Use capture='regions', which leaves the model's own code in place.",
             ) from error

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.graph_module import reduce_graph_module
 from torch.utils._pytree import tree_unflatten
 
-from fxmem.capture import CONSTANTS, Capture, has_hooks, trace
+from fxmem.capture import CONSTANTS, Capture, first_line, has_hooks, trace
 from fxmem.errors import ArgumentError, CaptureError, FxmemError
 from fxmem.export import Interface
 from fxmem.optim import Adapprox
@@ -22,7 +22,7 @@ from fxmem.passes.budget import fit
 from fxmem.passes.fakes import Fakes
 from fxmem.passes.grad_flow import grad_flow
 from fxmem.passes.lifetimes import follow
-from fxmem.passes.plan import choices, decide_by_observation, decide_by_structure, inner_choices
+from fxmem.passes.plan import choices, decide_by_observation, decide_by_structure, inner_choices, without_masks
 from fxmem.passes.recompute import RECIPES, recompute
 from fxmem.passes.saved_tensors import Observation, observe
 from fxmem.passes.selective_save import check_metadata, selective_save
@@ -312,7 +312,7 @@ def rewrite(
         verdicts = decide_by_structure(gm, found, flow)
         selective_save(gm, graph, found, verdicts)
     else:
-        plain = [c.verdict if c.verdict.instead_of is None else _later(c.verdict) for c in found]
+        plain = without_masks(found)
         selective_save(gm, graph, found, plain)
         verdicts = decide_by_observation(found, observe(gm, graph, inputs, fakes()).saved)
         selective_save(gm, graph, found, verdicts)
@@ -368,10 +368,6 @@ def _fit(
     return gm.graph, outcome.decisions
 
 
-def _later(verdict: Any) -> Any:
-    return type(verdict)(False, verdict.reason)
-
-
 def _observe_stock(
     gm: OptimizedModule, graph: fx.Graph, inputs: Mapping[str, Any], fakes: Callable[[], Fakes | None]
 ) -> Observation | None:
@@ -387,12 +383,16 @@ def _observe_stock(
     except FxmemError:
         raise
     except Exception as error:
-        text = str(error).strip().splitlines()
-        raise ArgumentError(
-            f"the model does not run on these example inputs: {type(error).__name__}: {text[0] if text else ''}",
-            where="example_args",
-            remedy="Pass inputs that model(*example_args, **example_kwargs) accepts.",
-        ) from error
+        raise does_not_run(error) from error
+
+
+def does_not_run(error: Exception) -> ArgumentError:
+    """What to raise where a model fails on its example inputs."""
+    return ArgumentError(
+        f"the model does not run on these example inputs: {first_line(error)}.",
+        where="example_args",
+        remedy="Pass inputs that model(*example_args, **example_kwargs) accepts.",
+    )
 
 
 def _input_flags(inputs: Mapping[str, Any]) -> dict[str, bool]:

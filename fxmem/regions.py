@@ -28,16 +28,24 @@ from torch.overrides import TorchFunctionMode
 from torch.package.importer import sys_importer
 from torch.utils._pytree import tree_map_only
 
-from fxmem.capture import CallForm, RegionCapture, has_hooks, trace_region, unchanged
-from fxmem.errors import ArgumentError, CaptureError, RewriteError
+from fxmem.capture import CallForm, RegionCapture, first_line, has_hooks, trace_region, unchanged
+from fxmem.errors import CaptureError, RewriteError
 from fxmem.ops.common import Verdict
 from fxmem.passes.base import FUNCTIONS, MODULES, tensors_of
 from fxmem.passes.fakes import Fakes
 from fxmem.passes.grad_flow import grad_flow
-from fxmem.passes.plan import Choice, choices, decide_by_observation, decide_by_structure, stock_class, unless_mask
+from fxmem.passes.plan import (
+    Choice,
+    choices,
+    decide_by_observation,
+    decide_by_structure,
+    stock_class,
+    unless_mask,
+    without_masks,
+)
 from fxmem.passes.selective_save import selective_save
 from fxmem.passes.watch import SUBSTITUTES, Operand, Place, Watched, caller, top_hooks, watch
-from fxmem.pipeline import OptimizedModule, share
+from fxmem.pipeline import OptimizedModule, does_not_run, share
 from fxmem.records import Decision, GradFlow, ParameterStatus
 
 
@@ -438,7 +446,7 @@ def optimize_regions(
         _apply(parts, verdicts)
     else:
         sites = {name: place for part in parts for name, place in part.places.items()}
-        plain = [c.verdict if c.verdict.instead_of is None else Verdict(False, c.verdict.reason) for c in found]
+        plain = without_masks(found)
         _apply(parts, plain)
         graphs = {p.path: (p.holder, p.graph, p.captured.form) for p in parts if p.path is not None and p.captured}
         names = {
@@ -551,14 +559,14 @@ class _Look:
                     if depends:
                         self.notes.append(f"{_func(error)} depends on the data, so the rewrite went by structure alone")
                         return None
-                    raise _does_not_run(error) from error
+                    raise does_not_run(error) from error
                 self.real = True
-                reason = f"{_func(error)} depends on the data" if depends else f"fake tensors fail ({_line(error)})"
+                reason = f"{_func(error)} depends on the data" if depends else f"fake tensors fail ({first_line(error)})"
                 self.notes.append(f"{reason}, so the forward was run for real to see who keeps what")
         try:
             return self._run(None, names, graphs, places)
         except Exception as error:
-            raise _does_not_run(error) from error
+            raise does_not_run(error) from error
 
     def _run(self, fakes: Fakes | None, names: Any, graphs: Any, places: Any) -> Watched:
         return watch(
@@ -574,19 +582,6 @@ def _places(sites: Mapping[str, Place], found: Sequence[Choice], verdicts: Seque
 
 def _func(error: Exception) -> str:
     return str(getattr(error, "func", error))
-
-
-def _line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"
-
-
-def _does_not_run(error: Exception) -> ArgumentError:
-    return ArgumentError(
-        f"the model does not run on these example inputs: {_line(error)}",
-        where="example_args",
-        remedy="Pass inputs that model(*example_args, **example_kwargs) accepts.",
-    )
 
 
 def _returned(run: Watched, path: str) -> list[Any]:

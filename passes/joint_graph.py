@@ -83,17 +83,19 @@ def _convolution(graph: fx.Graph, node: Any, channels_last: bool) -> bool:
     value = _value(input)
     if value is None or value.dim() != _value(weight).dim() or value.device.type not in ("cpu", "cuda"):
         return False
+    changed = False
     if channels_last and value.dim() == 4:
-        grad = _laid_out(graph, node)
+        laid_out = _laid_out(graph, node)
+        grad, changed = laid_out, laid_out is not grad
     if needs_weight:
-        return False
+        return changed
     if value.dim() == 4:
         channels_last = channels_last or torch._prims_common.suggest_memory_format(value) is torch.channels_last
     if needs_bias and 2 in users:
         # The same kernel as eager's, which sums up the bias's gradient in its own order.
-        return _empty(graph, node, 1)
+        return _empty(graph, node, 1) or changed
     if not needs_input or 0 not in users:
-        return False
+        return changed
     with graph.inserting_before(node):
         op = torch.ops.fxmem.convolution_backward_input.default
         arguments = (grad, weight, _sizes(graph, input, value), channels_last and value.dim() == 4, *options)

@@ -210,6 +210,11 @@ def unless_mask(verdict: Verdict) -> Verdict:
     )
 
 
+def without_masks(found: Iterable[Choice]) -> list[Verdict]:
+    """The verdicts to observe under: every choice applied but those that take a mask in the place of something."""
+    return [c.verdict if c.verdict.instead_of is None else Verdict(False, c.verdict.reason) for c in found]
+
+
 def decide_by_observation(found: list[Choice], saved: SavedTensors) -> list[Verdict]:
     """A final verdict for each choice, given what is kept when all but the masking ops are rewritten.
 

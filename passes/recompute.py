@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from fxmem.capture import has_hooks
 from fxmem.ops import dropout
 from fxmem.ops import recipe as runtime
 from fxmem.passes.base import bound_arguments, module_of, module_path, op_name, source_of, tensors_of
@@ -226,7 +227,7 @@ def _put_out_of_place(gm: nn.Module, watch: Watch) -> bool:
             continue
         operand = node.args[0]
         module = module_of(gm, node)
-        function: Any = _OUT_OF_PLACE.get(type(module)) if module is not None and not _hooked(module) else None
+        function: Any = _OUT_OF_PLACE.get(type(module)) if module is not None and not has_hooks(module) else None
         if node.op == "call_function" and node.target in _OUT_OF_PLACE.values():
             function = node.target
         copies = [s for s, _ in value.kept if s not in value.storages and s not in value.changed]
@@ -244,7 +245,7 @@ def _write_out_norms(gm: nn.Module, graph: fx.Graph, watch: Watch) -> bool:
     done = False
     for node, value in watch.values.items():
         module = module_of(gm, node)
-        if type(module) is not nn.RMSNorm or _hooked(module) or len(node.args) != 1 or node.kwargs:
+        if type(module) is not nn.RMSNorm or has_hooks(module) or len(node.args) != 1 or node.kwargs:
             continue
         operands = {s for a in value.operands for s in watch.values[a].storages}
         own = {s for s, _ in value.kept} - operands - {*value.storages} - watch.outside
@@ -270,12 +271,6 @@ def _line(node: fx.Node, watch: Watch) -> list[fx.Node]:
         mine = {*watch.values[one].storages}
         line += [u for u in one.users if u not in line and mine & {*watch.values[u].storages}]
     return line
-
-
-def _hooked(module: nn.Module) -> bool:
-    return any(
-        getattr(module, h, None) for h in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    )
 
 
 @dataclass(frozen=True)
@@ -424,7 +419,7 @@ class Rewrite:
         if node.op == "call_module":
             module = module_of(self.gm, node)
             assert module is not None
-            if _hooked(module) or "forward" in vars(module) or node.kwargs or len(node.args) != 1:
+            if has_hooks(module) or "forward" in vars(module) or node.kwargs or len(node.args) != 1:
                 return None
             kind = stock_class(module)
             if any(not isinstance(vars(module)["_parameters"].get(n), nn.Parameter | None) for n in ("weight", "bias")):

@@ -20,6 +20,7 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_map_only
 
+from fxmem.capture import HOOKS
 from fxmem.ops.recipe import unseen
 from fxmem.passes.base import module_path, op_name, tensors_of
 from fxmem.passes.faithful import faithful
@@ -27,7 +28,16 @@ from fxmem.passes.fakes import Fakes
 from fxmem.records import Kind, SavedTensor, SavedTensors
 
 
-class Recorder(fx.Interpreter):
+class PlainInterpreter(fx.Interpreter):
+    """Runs a graph as generated code would: with fresh lists, which a callee may change, where the graph's are immutable."""
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
+        """The arguments of ``n``."""
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        return _mutable(args), _mutable(kwargs)
+
+
+class Recorder(PlainInterpreter):
     """Runs the graph node by node, so that every packed tensor is known to be the current node's."""
 
     def __init__(self, gm: nn.Module, graph: fx.Graph, state: set[int]) -> None:
@@ -38,12 +48,6 @@ class Recorder(fx.Interpreter):
         self.current: fx.Node | None = None
         self.walked: dict[int, Any] = {}
         self.saves: dict[str, tuple[str, ...]] = {}
-
-    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
-        """The arguments of ``n``."""
-        # Generated code passes fresh lists, which a callee may change; the graph's own are immutable.
-        args, kwargs = super().fetch_args_kwargs_from_env(n)
-        return mutable(args), mutable(kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs ``n`` and notes what it keeps."""
@@ -75,13 +79,12 @@ class Recorder(fx.Interpreter):
         return tensor
 
 
-def mutable(value: Any) -> Any:
-    """``value`` with plain lists and dicts in the place of the graph's immutable ones."""
+def _mutable(value: Any) -> Any:
     if type(value) in (list, immutable_list):
-        return [mutable(v) for v in value]
+        return [_mutable(v) for v in value]
     if type(value) in (dict, immutable_dict):
-        return {k: mutable(v) for k, v in value.items()}
-    return tuple(mutable(v) for v in value) if type(value) is tuple else value
+        return {k: _mutable(v) for k, v in value.items()}
+    return tuple(_mutable(v) for v in value) if type(value) is tuple else value
 
 
 def saved_as(storage: int, operands: set[int], results: set[int]) -> str:
@@ -120,7 +123,7 @@ def hooks_off(gm: nn.Module) -> Iterator[None]:
     """Modules without the user's hooks, which must not meet fake tensors; those that make torch's normalized weights stay."""
     old: list[tuple[nn.Module, str, Any]] = []
     for module in gm.modules():
-        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        for kind in HOOKS:
             hooks = vars(module).get(kind)
             if hooks:
                 own = ((key, hook) for key, hook in hooks.items() if type(hook).__module__.startswith("torch.nn.utils."))

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from fxmem.passes.base import FUNCTIONS, METHODS, op_name, storages_of, tensors_of
 from fxmem.passes.faithful import faithful
 from fxmem.passes.fakes import Fakes
-from fxmem.passes.saved_tensors import fresh_functions, hooks_off, mutable, saved_numbers
+from fxmem.passes.saved_tensors import PlainInterpreter, fresh_functions, hooks_off, saved_numbers
 from fxmem.records import Kind, SavedTensor, SavedTensors
 
 
@@ -131,17 +131,12 @@ class _Serials:
         del self._numbers[key], self._watched[key]
 
 
-class _Nodes(fx.Interpreter):
+class _Nodes(PlainInterpreter):
     """Runs a graph and tells the run which node is at work."""
 
     def __init__(self, holder: nn.Module, graph: fx.Graph, run: _Run) -> None:
         super().__init__(holder, graph=graph, garbage_collect_values=True)
         self.run_of = run
-
-    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
-        # Generated code passes fresh lists, which a callee may change; the graph's own are immutable.
-        args, kwargs = super().fetch_args_kwargs_from_env(n)
-        return mutable(args), mutable(kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         kind = op_name(self.module, n)
@@ -319,7 +314,9 @@ def watch(
             output = model(*args, **kwargs)
     outputs = list(tensors_of(output))
     if fakes is not None:
-        for function in fresh_functions(outputs, _Known()):
+        walked: dict[int, Any] = {}
+        for function in fresh_functions(outputs, walked):
+            walked[function._sequence_nr()] = function
             for number in saved_numbers(function):
                 run.pack(number)
     ends: tuple[tuple[list[Tensor], Kind], ...] = ((outputs, "output"), (inputs, "input"))
@@ -334,17 +331,6 @@ def watch(
         for t in run.packed
     )
     return Watched(SavedTensors(saved), run.calls, run.failed, run.functions)
-
-
-class _Known(dict[int, Any]):
-    """Sequence numbers seen, each as soon as somebody asks for it."""
-
-    def __contains__(self, key: object) -> bool:
-        seen = super().__contains__(key)
-        if not seen:
-            assert isinstance(key, int)
-            self[key] = True
-        return seen
 
 
 def _nothing(packed: None) -> Tensor:

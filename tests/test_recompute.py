@@ -551,7 +551,7 @@ def _seeded(model: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
 @pytest.mark.parametrize(
     ("budget", "message"),
     [
-        ("8 parsecs", "budget: '8 parsecs' is no amount of memory"),
+        ("8 parsecs", "budget: '8 parsecs' is no size"),
         (0, "budget: 0 is no amount of memory"),
         (-1, "is no amount of memory"),
         (True, "is no amount of memory"),

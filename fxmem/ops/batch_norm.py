@@ -11,9 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function
 
-from fxmem.ops.common import NO_GRADIENT, Layout, Rule, Site, Verdict, engaged, intercepted, weight_trains
+from fxmem.ops.common import NO_GRADIENT, Layout, Rule, Site, Verdict, engaged, form, weight_trains
 
 
 class _BatchNormEval(torch.autograd.Function):
@@ -49,6 +48,7 @@ class _BatchNormEval(torch.autograd.Function):
         return grad_input, None, None, None, grad_bias, None
 
 
+@form
 def batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -71,22 +71,12 @@ def batch_norm(
         momentum: weight of the batch in the running statistics.
         eps: added to the variance.
     """
-    operands = (input, running_mean, running_var, weight, bias)
-    if intercepted(*operands):
-        return handle_torch_function(
-            batch_norm,
-            operands,
-            input,
-            running_mean,
-            running_var,
-            weight=weight,
-            bias=bias,
-            training=training,
-            momentum=momentum,
-            eps=eps,
-        )
     served = not training and running_mean is not None and running_var is not None and input.numel() > 0
-    if not served or (weight is not None and weight.requires_grad) or not engaged(*operands):
+    if (
+        not served
+        or (weight is not None and weight.requires_grad)
+        or not engaged(input, running_mean, running_var, weight, bias)
+    ):
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     return _BatchNormEval.apply(input, running_mean, running_var, weight, bias, eps)
 

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
 # AOTAutograd wraps the plain tensors of the graphs that it traces in FunctionalTensor.
-_PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
+PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
 
 
 def intercepted(*operands: object) -> bool:
@@ -28,7 +28,7 @@ def intercepted(*operands: object) -> bool:
     Args:
         operands: the operands of the call.
     """
-    if any(isinstance(t, Tensor) and type(t) not in _PLAIN for t in operands):
+    if any(isinstance(t, Tensor) and type(t) not in PLAIN for t in operands):
         return False
     return has_torch_function(operands)
 
@@ -64,7 +64,7 @@ def engaged(*tensors: Tensor | None) -> bool:
     for t in tensors:
         if t is None:
             continue
-        if type(t) not in _PLAIN:
+        if type(t) not in PLAIN:
             return False
         needed = needed or t.requires_grad
     return needed and not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._prims_common import make_channels_last_strides_for, make_contiguous_strides_for
-from torch.overrides import handle_torch_function
 
 from fxmem.ops.common import (
     NO_GRADIENT,
@@ -25,7 +24,7 @@ from fxmem.ops.common import (
     autocast_dtype,
     cast,
     engaged,
-    intercepted,
+    form,
     ntuple,
     weight_trains,
 )
@@ -157,18 +156,6 @@ def _make_conv(dims: int, stock: Callable[..., Tensor]) -> Callable[..., Tensor]
         dilation: int | Sequence[int] = 1,
         groups: int = 1,
     ) -> Tensor:
-        if intercepted(input, weight, bias):
-            return handle_torch_function(
-                conv,
-                (input, weight, bias),
-                input,
-                weight,
-                bias,
-                stride=stride,
-                padding=padding,
-                dilation=dilation,
-                groups=groups,
-            )
         unknown = isinstance(padding, str) and padding not in ("same", "valid")
         if unknown or not _served(input, weight, bias, dims) or weight.requires_grad:
             return stock(input, weight, bias, stride, padding, dilation, groups)
@@ -179,7 +166,7 @@ def _make_conv(dims: int, stock: Callable[..., Tensor]) -> Callable[..., Tensor]
             paddings = [0] * dims if isinstance(padding, str) else ntuple(padding, dims)
         return _convolution(input, weight, bias, strides, paddings, dilations, False, [0] * dims, groups)
 
-    return _document(conv, stock)
+    return form(_document(conv, stock))
 
 
 def _make_conv_transpose(dims: int, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -193,19 +180,6 @@ def _make_conv_transpose(dims: int, stock: Callable[..., Tensor]) -> Callable[..
         groups: int = 1,
         dilation: int | Sequence[int] = 1,
     ) -> Tensor:
-        if intercepted(input, weight, bias):
-            return handle_torch_function(
-                conv_transpose,
-                (input, weight, bias),
-                input,
-                weight,
-                bias,
-                stride=stride,
-                padding=padding,
-                output_padding=output_padding,
-                groups=groups,
-                dilation=dilation,
-            )
         if not _served(input, weight, bias, dims) or weight.requires_grad:
             return stock(input, weight, bias, stride, padding, output_padding, groups, dilation)
         return _convolution(
@@ -220,7 +194,7 @@ def _make_conv_transpose(dims: int, stock: Callable[..., Tensor]) -> Callable[..
             groups,
         )
 
-    return _document(conv_transpose, stock)
+    return form(_document(conv_transpose, stock))
 
 
 def _document(function: Callable[..., Tensor], stock: Callable[..., Tensor]) -> Callable[..., Tensor]:

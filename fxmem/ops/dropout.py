@@ -11,9 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function
 
-from fxmem.ops.common import _PLAIN, NO_GRADIENT, Rule, Site, Verdict, engaged, intercepted, is_dense, is_leaf_memory
+from fxmem.ops.common import NO_GRADIENT, PLAIN, Rule, Site, Verdict, engaged, form, is_dense, is_leaf_memory
 from fxmem.ops.packing import dense_stride, pack_nonzero, scale_backward
 
 
@@ -75,7 +74,7 @@ def _served(input: Tensor, p: float) -> bool:
 
 
 def _ours(input: Tensor) -> bool:
-    return engaged(input) or (type(input) in _PLAIN and not torch._C._are_functorch_transforms_active())
+    return engaged(input) or (type(input) in PLAIN and not torch._C._are_functorch_transforms_active())
 
 
 def dropout_with_mask(input: Tensor, p: float) -> tuple[Tensor, Mask | None]:
@@ -98,6 +97,7 @@ def dropout_again(input: Tensor, mask: Mask) -> Tensor:
     return scale_backward(input, *mask)
 
 
+@form
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """``torch.nn.functional.dropout`` that keeps one bit per element for backward.
 
@@ -107,8 +107,6 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
         training: whether to drop at all.
         inplace: whether to overwrite ``input``.
     """
-    if intercepted(input):
-        return handle_torch_function(dropout, (input,), input, p=p, training=training, inplace=inplace)
     if not training or not _served(input, p) or not engaged(input) or (inplace and is_leaf_memory(input)):
         return F.dropout(input, p, training, inplace)
     return _run(input, p, inplace)[0]

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function
 
-from fxmem.ops.common import NO_GRADIENT, Rule, Site, Verdict, autocast_dtype, cast, engaged, intercepted, weight_trains
+from fxmem.ops.common import NO_GRADIENT, Rule, Site, Verdict, autocast_dtype, cast, engaged, form, weight_trains
 
 
 class _Linear(torch.autograd.Function):
@@ -41,6 +40,7 @@ class _Linear(torch.autograd.Function):
         return grad_input, None, grad_bias, None
 
 
+@form
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``torch.nn.functional.linear`` that keeps no low-precision copy of the weight under autocast.
 
@@ -49,8 +49,6 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         weight: (out_features, in_features).
         bias: (out_features), or None.
     """
-    if intercepted(input, weight, bias):
-        return handle_torch_function(linear, (input, weight, bias), input, weight, bias)
     dtype = autocast_dtype(input)
     served = dtype is not None and weight.dtype not in (dtype, torch.float64) and weight.is_floating_point()
     if not served or weight.requires_grad or input.dim() < 2 or not engaged(input, weight, bias):

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function
 
-from fxmem.ops.common import NO_GRADIENT, Layout, Rule, Site, Verdict, engaged, form, intercepted, ntuple
+from fxmem.ops.common import NO_GRADIENT, Layout, Rule, Site, Verdict, engaged, form, ntuple
 from fxmem.ops.packing import flat, fused
 
 aten = torch.ops.aten
@@ -200,19 +199,6 @@ def _make_max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..., Any]:
         ceil_mode: bool = False,
         return_indices: bool = False,
     ) -> Any:
-        if intercepted(input):
-            return handle_torch_function(
-                max_pool,
-                (input,),
-                input,
-                kernel_size,
-                stride=stride,
-                padding=padding,
-                dilation=dilation,
-                ceil_mode=ceil_mode,
-                return_indices=return_indices,
-            )
-
         def torch_op() -> Any:
             return stock(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
 
@@ -237,7 +223,7 @@ def _make_max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..., Any]:
         )
         return _lifted(lambda x: _MaxPool.apply(x, forward, backward, windows, *options), input, dims)
 
-    return _document(max_pool, f"max_pool{dims}d", "keeps one byte per output element")
+    return form(_document(max_pool, f"max_pool{dims}d", "keeps one byte per output element"))
 
 
 def _make_adaptive_max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -245,8 +231,6 @@ def _make_adaptive_max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..
     backward = aten.adaptive_max_pool3d_backward if dims == 3 else aten.adaptive_max_pool2d_backward
 
     def adaptive_max_pool(input: Tensor, output_size: Any, return_indices: bool = False) -> Any:
-        if intercepted(input):
-            return handle_torch_function(adaptive_max_pool, (input,), input, output_size, return_indices=return_indices)
         if return_indices or not _served(input, dims):
             return stock(input, output_size, return_indices)
         sizes = input.shape[-dims:]
@@ -260,7 +244,7 @@ def _make_adaptive_max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..
         options = _pad(counts, dims, 1)
         return _lifted(lambda x: _MaxPool.apply(x, forward, backward, lambda _: windows, options), input, dims)
 
-    return _document(adaptive_max_pool, f"adaptive_max_pool{dims}d", "keeps one byte per output element")
+    return form(_document(adaptive_max_pool, f"adaptive_max_pool{dims}d", "keeps one byte per output element"))
 
 
 def _make_avg_pool(dims: int, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -284,13 +268,11 @@ def _make_avg_pool(dims: int, stock: Callable[..., Tensor]) -> Callable[..., Ten
             count_include_pad: bool = True,
         ) -> Tensor:
             options = (kernel_size, stride, padding, ceil_mode, count_include_pad)
-            if intercepted(input):
-                return handle_torch_function(avg_pool1d, (input,), input, *options)
             if not _served(input, dims):
                 return stock(input, *_without_none(options))
             return run(input, *options, None)
 
-        return _document(avg_pool1d, "avg_pool1d", "keeps nothing")
+        return form(_document(avg_pool1d, "avg_pool1d", "keeps nothing"))
 
     def avg_pool(
         input: Tensor,
@@ -302,13 +284,11 @@ def _make_avg_pool(dims: int, stock: Callable[..., Tensor]) -> Callable[..., Ten
         divisor_override: int | None = None,
     ) -> Tensor:
         options = (kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
-        if intercepted(input):
-            return handle_torch_function(avg_pool, (input,), input, *options)
         if not _served(input, dims):
             return stock(input, *_without_none(options))
         return run(input, *options)
 
-    return _document(avg_pool, f"avg_pool{dims}d", "keeps nothing")
+    return form(_document(avg_pool, f"avg_pool{dims}d", "keeps nothing"))
 
 
 def _without_none(options: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -321,15 +301,13 @@ def _make_adaptive_avg_pool(dims: int, stock: Callable[..., Tensor]) -> Callable
     backward = aten._adaptive_avg_pool3d_backward if dims == 3 else aten._adaptive_avg_pool2d_backward
 
     def adaptive_avg_pool(input: Tensor, output_size: Any) -> Tensor:
-        if intercepted(input):
-            return handle_torch_function(adaptive_avg_pool, (input,), input, output_size)
         counts = _pad(_output_size(output_size, input.shape[-dims:], dims), dims, 1)
         # To a single element it is a mean, of which torch keeps nothing.
         if not _served(input, dims) or all(n == 1 for n in counts):
             return stock(input, output_size)
         return _lifted(lambda x: _AvgPool.apply(x, forward, backward, counts), input, dims)
 
-    return _document(adaptive_avg_pool, f"adaptive_avg_pool{dims}d", "keeps nothing")
+    return form(_document(adaptive_avg_pool, f"adaptive_avg_pool{dims}d", "keeps nothing"))
 
 
 def _output_size(output_size: Any, sizes: Sequence[int], dims: int) -> list[int]:

@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 from torch.autograd import Variable, forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxmem.ops.common import _PLAIN
+from fxmem.ops.common import PLAIN
 from fxmem.ops.dropout import Mask, dropout_again, dropout_with_mask
 
 _Layout = tuple[torch.Size, tuple[int, ...], int]
@@ -296,7 +296,7 @@ def consume(
     call: Callable[..., Any] = function if callable(function) else getattr(args[0], function)
     args = args if callable(function) else args[1:]
     present = [(r, i, v) for r, i, v in recipes if r is not None]
-    inside = {(v.untyped_storage()._cdata, g): (r, i) for r, i, v, g in copies if r is not None and type(v) in _PLAIN}
+    inside = {(v.untyped_storage()._cdata, g): (r, i) for r, i, v, g in copies if r is not None and type(v) in PLAIN}
     if not present and not inside:
         return call(*args, **kwargs)
     with Copies() if inside else nullcontext() as seen:
@@ -304,7 +304,7 @@ def consume(
     known = {}
     for r, i, value in present:
         value = result if value is None else value
-        if isinstance(value, Tensor) and type(value) in _PLAIN and value.layout == torch.strided:
+        if isinstance(value, Tensor) and type(value) in PLAIN and value.layout == torch.strided:
             known[value.untyped_storage()._cdata] = (r, i, value.dtype)
     others = []
     for handle in handles:
@@ -405,7 +405,7 @@ def normalize(module: nn.modules.batchnorm._BatchNorm, input: Tensor) -> tuple[T
         None if trains else var,
     )
     dense = input.is_contiguous() or (input.dim() == 4 and input.is_contiguous(memory_format=torch.channels_last))
-    if not (trains and dense and input.device.type == "cpu" and type(input) in _PLAIN) or promise() is None:
+    if not (trains and dense and input.device.type == "cpu" and type(input) in PLAIN) or promise() is None:
         return module(input), state
     handles, result = _listen(lambda: module(input))
     statistics = [h.tensor for h in handles[-2:] if h.tensor is not None]

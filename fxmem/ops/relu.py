@@ -11,9 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function
 
-from fxmem.ops.common import NO_GRADIENT, Rule, Site, Verdict, engaged, intercepted, is_leaf_memory
+from fxmem.ops.common import NO_GRADIENT, Rule, Site, Verdict, engaged, form, is_leaf_memory
 from fxmem.ops.packing import dense_stride, relu_pack, threshold_backward
 
 
@@ -33,6 +32,7 @@ class _ReLU(torch.autograd.Function):
         return threshold_backward(grad, packed, ctx.stride), None
 
 
+@form
 def relu(input: Tensor, inplace: bool = False) -> Tensor:
     """``torch.nn.functional.relu`` that keeps one bit per element for backward.
 
@@ -40,17 +40,14 @@ def relu(input: Tensor, inplace: bool = False) -> Tensor:
         input: any shape, floating-point.
         inplace: whether to overwrite ``input``.
     """
-    if intercepted(input):
-        return handle_torch_function(relu, (input,), input, inplace=inplace)
     if not _served(input, inplace):
         return F.relu(input, inplace)
     return _ReLU.apply(input, inplace)
 
 
+@form
 def relu_(input: Tensor) -> Tensor:
     """``torch.relu_`` that keeps one bit per element for backward."""
-    if intercepted(input):
-        return handle_torch_function(relu_, (input,), input)
     if not _served(input, True):
         return torch.relu_(input)
     return _ReLU.apply(input, True)
