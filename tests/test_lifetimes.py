@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,14 +16,8 @@ from fxmem.passes.fakes import Fakes
 from fxmem.passes.lifetimes import follow
 from fxmem.passes.walk import walk
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """What kernels hold while they run goes by the number of threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+# What kernels hold while they run goes by the number of threads.
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class _Twice(torch.autograd.Function):

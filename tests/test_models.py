@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import ecosystem
@@ -14,14 +13,8 @@ from torch import nn
 import fxmem
 from fxmem.measure import run
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """On several threads eager itself differs from run to run: the gradient of an index sums in any order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+# On several threads eager itself differs from run to run: the gradient of an index sums in any order.
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _needs(*names: str) -> None:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-import torch
 import zoo
 from oracle import compare
 from torch import nn
 
 import fxmem
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """On several threads eager itself differs from run to run: the gradient of an index sums in any order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+# On several threads eager itself differs from run to run: the gradient of an index sums in any order.
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _input(model: nn.Module) -> None:

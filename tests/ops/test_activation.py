@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,13 +19,8 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 5, 7), (2, 3, 4, 5, 3), (0,), (2, 0, 3)]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Where hardtanh, hardshrink and softshrink meet NaN, eager itself depends on the number of threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+# Where hardtanh, hardshrink and softshrink meet NaN, eager itself depends on the number of threads.
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 SLOPE = torch.tensor([0.3])
